@@ -1,0 +1,220 @@
+"""What may an elastic job do, as a person wrote it in YAML?
+
+The policy is read once into frozen dataclasses. Every mistake in the file becomes one `ConfigError`
+that names the file, the path of the key, what was expected and what was found.
+"""
+
+import difflib
+import re
+from collections.abc import Mapping
+from dataclasses import MISSING, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from tenplex_megatron.errors import ConfigError
+
+__all__ = [
+    "AuditPolicy",
+    "ElasticPolicy",
+    "SnapshotPolicy",
+    "TimeoutPolicy",
+    "load_policy",
+    "parse_policy",
+]
+
+DEVICES = ("cuda", "cpu")
+FAILED_DEVICE = ("drop", "reuse")
+_AXIS = r"(?:(?:TP|PP|DP|VPP|CP|EP|MBS)[1-9]\d*|STAGES\d+(?:-\d+)*)"
+_LAYOUT = re.compile(rf"{_AXIS}(?:,{_AXIS})*")
+
+
+def _require(condition: bool, key: str, expected: str, got: object) -> None:
+    if not condition:
+        raise ConfigError(f"{key}: expected {expected}, got {got!r}")
+
+
+def _is_count(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _is_seconds(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SnapshotPolicy:
+    """When and where the state is copied into node memory."""
+
+    every_steps: int = 10
+    """Training steps between two snapshots; a lost process costs at most this many steps."""
+    directory: str | None = None
+    """Folder on tmpfs that holds the snapshots; None means /dev/shm/tenplex-<uid>."""
+
+    def __post_init__(self) -> None:
+        _require(_is_count(self.every_steps), "every_steps", "a count from 1", self.every_steps)
+        _require(
+            self.directory is None or isinstance(self.directory, str),
+            "directory",
+            "a folder or null",
+            self.directory,
+        )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AuditPolicy:
+    """What is recorded so that a person can check exactness afterwards."""
+
+    samples: bool = False
+    """Record the ids of the samples of every global batch in samples-*.jsonl."""
+
+    def __post_init__(self) -> None:
+        _require(isinstance(self.samples, bool), "samples", "true or false", self.samples)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeoutPolicy:
+    """How long each blocking part of a reconfiguration may take, in seconds."""
+
+    stop_s: float = 10.0
+    """From a planned change to the last worker's exit; then workers are killed."""
+    rendezvous_s: float = 60.0
+    """How long nodes wait for each other, at the start and between two generations."""
+    exchange_s: float = 300.0
+    """How long the exchange of state between the new workers may take."""
+
+    def __post_init__(self) -> None:
+        for name in ("stop_s", "rendezvous_s", "exchange_s"):
+            value = getattr(self, name)
+            _require(_is_seconds(value), name, "seconds above 0", value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ElasticPolicy:
+    """The whole policy file."""
+
+    framework: str = "megatron"
+    """Name of the adapter that knows the training framework."""
+    device: str = "cuda"
+    """`cuda`, or `cpu`: the stand-in that runs the framework over gloo."""
+    snapshot: SnapshotPolicy = field(default_factory=SnapshotPolicy)
+    layouts: tuple[str, ...] | None = None
+    """Layouts the job may use ("TP2,PP2"; DP follows from the devices); None: every legal one."""
+    schedule: Mapping[int, int] = field(default_factory=dict)
+    """After step s is finished, go to N devices; step 0 sets the devices of the start."""
+    failed_device: str = "drop"
+    """`drop`: the device of a failed process rests until more are asked for; `reuse`: at once."""
+    max_failures: int = 16
+    """Worker failures after which the job ends."""
+    audit: AuditPolicy = field(default_factory=AuditPolicy)
+    timeouts: TimeoutPolicy = field(default_factory=TimeoutPolicy)
+
+    def __post_init__(self) -> None:
+        name: object = self.framework
+        _require(isinstance(name, str) and name != "", "framework", "an adapter's name", name)
+        _require(self.device in DEVICES, "device", " or ".join(DEVICES), self.device)
+        _require(
+            self.failed_device in FAILED_DEVICE,
+            "failed_device",
+            " or ".join(FAILED_DEVICE),
+            self.failed_device,
+        )
+        _require(
+            _is_count(self.max_failures, 0), "max_failures", "a count from 0", self.max_failures
+        )
+        for pattern in self.layouts or ():
+            _check_pattern(pattern)
+        for step, devices in self.schedule.items():
+            _require(_is_count(step, 0), "schedule", "step numbers as keys", step)
+            _require(_is_count(devices), f"schedule.{step}", "a count of devices", devices)
+
+
+def load_policy(path: Path) -> ElasticPolicy:
+    """The policy in the YAML file `path`.
+
+    Raises:
+        ConfigError: the file can't be read, is no YAML, or says something the policy does not know.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"elastic policy {path} can't be read: {error}") from error
+    return parse_policy(text, str(path))
+
+
+def parse_policy(text: str, origin: str = "policy") -> ElasticPolicy:
+    """The policy in YAML `text`; `origin` names it in errors.
+
+    >>> parse_policy("schedule: {6: 4}").schedule
+    {6: 4}
+    """
+    try:
+        data = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"elastic policy {origin} is not valid YAML: {reason}") from error
+    policy = _build(ElasticPolicy, {} if data is None else data, origin)
+    assert isinstance(policy, ElasticPolicy)
+    return policy
+
+
+_SECTIONS: dict[str, type] = {
+    "snapshot": SnapshotPolicy,
+    "audit": AuditPolicy,
+    "timeouts": TimeoutPolicy,
+}
+
+
+def _build(cls: type, data: object, where: str) -> Any:  # noqa: ANN401 - one per section
+    if not isinstance(data, dict):
+        raise ConfigError(f"{where}: expected keys and values, got {data!r}")
+    known = {item.name: item for item in fields(cls)}
+    for key in data:
+        if key not in known:
+            raise ConfigError(_unknown(key, list(known), where))
+    values: dict[str, Any] = {}
+    for name, item in known.items():
+        if name not in data:
+            assert item.default is not MISSING or item.default_factory is not MISSING
+        elif name in _SECTIONS and cls is ElasticPolicy:
+            values[name] = _build(_SECTIONS[name], data[name] or {}, f"{where}: {name}")
+        else:
+            values[name] = _convert(name, data[name], where)
+    try:
+        return cls(**values)
+    except ConfigError as error:
+        joint = "." if ": " in where else ": "
+        raise ConfigError(f"{where}{joint}{error}") from None
+
+
+def _convert(name: str, value: object, where: str) -> object:
+    if name == "layouts":
+        if value is None or value == "auto":
+            return None
+        if not isinstance(value, list) or not value:
+            raise ConfigError(f"{where}: layouts: expected auto or a list, got {value!r}")
+        return tuple(value)
+    if name == "schedule":
+        if not isinstance(value, dict | None):
+            raise ConfigError(f"{where}: schedule: expected step: devices pairs, got {value!r}")
+        return dict(value or {})
+    return value
+
+
+def _check_pattern(pattern: object) -> None:
+    legal = isinstance(pattern, str) and _LAYOUT.fullmatch(pattern) is not None
+    axes = re.findall(r"[A-Z]+", pattern) if isinstance(pattern, str) else []
+    if not legal or len(set(axes)) != len(axes):
+        raise ConfigError(
+            f"layouts: expected axes with sizes such as 'TP2,PP2' or 'TP1,PP1,DP3', got {pattern!r}"
+        )
+
+
+def _unknown(key: object, known: list[str], where: str) -> str:
+    close = difflib.get_close_matches(str(key), known, n=1, cutoff=0.0)
+    joint = "." if ": " in where else ": "
+    return (
+        f"{where}{joint}{key}: unknown key; the closest key is {close[0]!r} "
+        f"(known: {', '.join(known)})"
+    )

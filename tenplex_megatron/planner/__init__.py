@@ -1,0 +1,1 @@
+"""Which layout should the devices that are left run?"""
