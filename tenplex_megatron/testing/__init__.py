@@ -1,0 +1,1 @@
+"""What tests of this package and of its users' adapters are built from."""

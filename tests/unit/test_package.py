@@ -1,0 +1,62 @@
+"""Is the package what it says: version, public names, types, and light to import?"""
+
+import ast
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+import tenplex_megatron
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "tenplex_megatron"
+HEAVY = {"torch", "megatron", "deepspeed", "matplotlib"}
+
+
+def test_the_public_names_are_these() -> None:
+    assert tenplex_megatron.__all__ == ["__version__"]
+    assert all(hasattr(tenplex_megatron, name) for name in tenplex_megatron.__all__)
+
+
+def test_the_version_is_the_one_of_pyproject() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    assert tenplex_megatron.__version__ == project["version"]
+
+
+def test_every_dependency_has_an_exact_version() -> None:
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    lines = (ROOT / "constraints.txt").read_text().splitlines()
+    pinned = {line.partition("==")[0] for line in lines if "==" in line}
+    groups = [project["dependencies"], *project["optional-dependencies"].values()]
+    wanted = [name for group in groups for name in group]
+    assert {name.partition(">=")[0].lower() for name in wanted} <= pinned
+
+
+def test_importing_the_package_loads_no_torch_and_no_framework() -> None:
+    code = "import sys, tenplex_megatron; print(*{name.split('.')[0] for name in sys.modules})"
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert HEAVY.isdisjoint(run.stdout.split())
+
+
+def test_the_package_is_typed() -> None:
+    assert (PACKAGE / "py.typed").is_file()
+
+
+@pytest.mark.parametrize("path", sorted(PACKAGE.rglob("*.py")), ids=lambda p: p.name)
+def test_a_module_lists_its_public_names(path: Path) -> None:
+    tree = ast.parse(path.read_text())
+    assigned = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
+    definitions = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)
+    defined = [node.name for node in tree.body if isinstance(node, definitions)]
+    public = {name for name in defined if not name.startswith("_")}
+    listed = ast.literal_eval(assigned["__all__"]) if "__all__" in assigned else []
+    assert public <= set(listed)
+    assert len(listed) == len(set(listed))
