@@ -4,7 +4,7 @@ The answer depends on shapes and on who holds what, never on names or dtypes, so
 alike (a weight and its optimizer moments) share one answer.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,14 +62,15 @@ def find_routes(
         shared = region.intersect(whole)
         if shared is not None:
             inside.setdefault(shared, []).extend(ranks)
-    disjoint = not _overlap_among(tuple(sources))
+    tangled = _overlapping(tuple(sources))
     for target, candidates in _candidates(tuple(inside), tuple(sources)):
         by_node = _ranks_by_node(inside[target], target_nodes)
-        if disjoint:
-            routes.add_cells(by_node, target, _cells(target, candidates, sources))
-            continue
-        for node, ranks in by_node.items():
-            routes.add_local_first(node, ranks, target, candidates, sources)
+        plain = [region for region in candidates if region not in tangled]
+        rest = routes.add_cells(by_node, target, plain, sources)
+        if rest:
+            others = [region for region in candidates if region in tangled]
+            for node, ranks in by_node.items():
+                routes.add_local_first(node, ranks, rest, others, sources)
     return routes.frozen()
 
 
@@ -105,9 +106,25 @@ def _bounds(
     return low, high
 
 
-def _overlap_among(regions: Sequence[Region]) -> bool:
-    """Whether any two of the regions share an element."""
-    return len(overlapping_pairs(regions, regions)) > sum(bool(one.numel) for one in regions)
+def _overlapping(regions: Sequence[Region]) -> set[Region]:
+    """The regions, all different, that share an element with another one."""
+    pairs = overlapping_pairs(regions, regions)
+    if len(pairs) <= len(regions):
+        return set()
+    return {regions[index] for index in pairs[pairs[:, 0] != pairs[:, 1], 0].tolist()}
+
+
+def _any_overlap(regions: Sequence[Region]) -> bool:
+    """Whether two of the regions, sorted and without empty ones, share an element."""
+    if not regions[0].ndim:
+        return len(regions) > 1
+    for index, region in enumerate(regions):
+        for other in regions[index + 1 :]:
+            if other.start[0] >= region.stop[0]:
+                break
+            if region.intersect(other) is not None:
+                return True
+    return False
 
 
 def _candidates(
@@ -123,15 +140,25 @@ def _candidates(
 def _by_region(holders: Holders) -> dict[Region, list[int]]:
     """The ranks of every distinct, non-empty region; both sorted."""
     table: dict[Region, list[int]] = {}
-    for region, rank in sorted({(region, rank) for rank, region in holders if region.numel}):
-        table.setdefault(region, []).append(rank)
-    return table
+    for rank, region in holders:
+        if not region.is_empty:
+            table.setdefault(region, []).append(rank)
+    return {region: sorted(set(table[region])) for region in sorted(table)}
 
 
 def _sources(ranks: Sequence[int], nodes: Mapping[int, str]) -> Sources:
     lowest: Sources = {}
     for rank in ranks:
         lowest.setdefault(nodes[rank], rank)
+    return lowest
+
+
+def _merged(sources: Iterable[Sources]) -> Sources:
+    """The lowest rank of every node that any of the sources names."""
+    lowest: Sources = {}
+    for offers in sources:
+        for node, rank in offers.items():
+            lowest[node] = min(rank, lowest.get(node, rank))
     return lowest
 
 
@@ -148,12 +175,13 @@ def _disjoint_per_rank(wanted: Holders) -> Holders:
     No piece then crosses the border of any box of its rank, and no element comes twice.
     """
     by_rank: dict[int, list[Region]] = {}
-    for rank, region in wanted:
-        by_rank.setdefault(rank, []).append(region)
+    for rank, region in sorted(set(wanted)):
+        if not region.is_empty:
+            by_rank.setdefault(rank, []).append(region)
     pieces: list[tuple[int, Region]] = []
     for rank, regions in by_rank.items():
-        if len(regions) > 1 and _overlap_among(regions):
-            pieces.extend((rank, cell) for cell, _ in _refine(sorted(regions)))
+        if _any_overlap(regions):
+            pieces.extend((rank, cell) for cell, _ in _refine(regions))
         else:
             pieces.extend((rank, region) for region in regions)
     return tuple(pieces)
@@ -176,18 +204,6 @@ def _refine(regions: Sequence[Region]) -> list[tuple[Region, list[int]]]:
     return sorted(cells)
 
 
-def _cells(
-    target: Region, candidates: Sequence[Region], sources: Mapping[Region, Sources]
-) -> list[tuple[Region, Sources]]:
-    """The pieces of `target` that disjoint candidates hold."""
-    cells = []
-    for region in candidates:
-        shared = target.intersect(region)
-        if shared is not None:
-            cells.append((shared, sources[region]))
-    return cells
-
-
 @dataclass(frozen=True, slots=True)
 class _Routes:
     """Routes under construction."""
@@ -205,48 +221,48 @@ class _Routes:
 
     def add_cells(
         self,
-        by_node: Mapping[str, list[int]],
+        by_node: Mapping[str, Sequence[int]],
         target: Region,
-        cells: Sequence[tuple[Region, Sources]],
-    ) -> None:
-        """Routes every cell of `target` to the ranks that want it, and names what no cell has."""
-        gaps: tuple[Region, ...] = ()
-        if sum(cell.numel for cell, _ in cells) < target.numel:
-            gaps = missing_parts(target, (cell for cell, _ in cells))
-        for node, ranks in by_node.items():
-            for rank in ranks:
-                self.missing.extend((rank, gap) for gap in gaps)
-            for cell, sources in cells:
-                self._add_cell(node, ranks, cell, sources)
+        candidates: Sequence[Region],
+        sources: Mapping[Region, Sources],
+    ) -> tuple[Region, ...]:
+        """Routes what disjoint candidates hold of `target`, and returns the rest of it."""
+        cells = []
+        for region in candidates:
+            cell = target.intersect(region)
+            if cell is not None:
+                cells.append(cell)
+                for node, ranks in by_node.items():
+                    self._add_cell(node, ranks, cell, sources[region])
+        if sum(cell.numel for cell in cells) == target.numel:
+            return ()
+        return missing_parts(target, cells)
 
     def add_local_first(
         self,
         node: str,
         ranks: Sequence[int],
-        target: Region,
+        wanted: Sequence[Region],
         candidates: Sequence[Region],
         sources: Mapping[Region, Sources],
     ) -> None:
         """Takes from overlapping candidates all the node has, and cuts only the rest into cells."""
-        rest = [target]
+        rest = list(wanted)
         for region in candidates:
             source = sources[region].get(node)
-            if source is None:
+            if source is None or not rest:
                 continue
             pieces = [piece for box in rest if (piece := box.intersect(region)) is not None]
             rest = [part for box in rest for part in box.subtract(region)]
             self.local.extend((rank, piece, source) for piece in pieces for rank in ranks)
         for box in rest:
-            cuts = [cut for region in candidates if (cut := box.intersect(region)) is not None]
-            owners = [sources[region] for region in candidates if box.intersect(region) is not None]
-            for rank in ranks:
-                self.missing.extend((rank, gap) for gap in missing_parts(box, cuts))
-            for cell, members in _refine(cuts):
-                merged: Sources = {}
-                for member in members:
-                    for name, source in owners[member].items():
-                        merged[name] = min(source, merged.get(name, source))
-                self._add_cell(node, ranks, cell, merged)
+            cuts = [(cut, sources[one]) for one in candidates if (cut := box.intersect(one))]
+            regions = [cut for cut, _ in cuts]
+            for gap in missing_parts(box, regions):
+                self.missing.extend((rank, gap) for rank in ranks)
+            for cell, members in _refine(regions):
+                offers = _merged(cuts[member][1] for member in members)
+                self._add_cell(node, ranks, cell, offers)
 
     def _add_cell(self, node: str, ranks: Sequence[int], cell: Region, sources: Sources) -> None:
         if node in sources:

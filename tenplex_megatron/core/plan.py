@@ -164,7 +164,9 @@ def plan_reshard(
             Transfer(rank, name, region, source_rank, rank)
             for rank, region, source_rank in routes.local
         )
-        demands.extend(_Demand(name, itemsize, piece) for piece in routes.remote)
+        demands.extend(
+            _Demand(name, itemsize, piece, piece.region.numel * itemsize) for piece in routes.remote
+        )
     lower_bound = sum(demand.nbytes for demand in demands)
     transfers += _assign_senders(_assign_nodes(demands), topology)
     return ReshardPlan(
@@ -275,10 +277,7 @@ class _Demand:
     tensor: str
     itemsize: int
     piece: RemotePiece
-
-    @property
-    def nbytes(self) -> int:
-        return self.piece.region.numel * self.itemsize
+    nbytes: int
 
 
 @dataclass(frozen=True, slots=True)

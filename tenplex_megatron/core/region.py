@@ -4,6 +4,7 @@ A region is a value: it never refers to storage. Every other module leaves offse
 """
 
 import math
+import operator
 from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Self
@@ -53,7 +54,7 @@ class Region:
     @property
     def shape(self) -> tuple[int, ...]:
         """The extent along every dim."""
-        return tuple(high - low for low, high in zip(self.start, self.stop, strict=True))
+        return tuple(map(operator.sub, self.stop, self.start))
 
     @property
     def ndim(self) -> int:
@@ -63,14 +64,19 @@ class Region:
     @property
     def numel(self) -> int:
         """The number of elements; 1 for a region without dims."""
-        return math.prod(self.shape)
+        return math.prod(map(operator.sub, self.stop, self.start))
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no element."""
+        return any(map(operator.eq, self.start, self.stop))
 
     def intersect(self, other: "Region") -> "Region | None":
         """The shared box, or None when nothing is shared."""
         self._check_same_ndim(other)
         start = tuple(map(max, self.start, other.start))
         stop = tuple(map(min, self.stop, other.stop))
-        if any(low >= high for low, high in zip(start, stop, strict=True)):
+        if any(map(operator.ge, start, stop)):
             return None
         return Region(start, stop)
 
@@ -81,10 +87,10 @@ class Region:
         True
         """
         self._check_same_ndim(other)
-        if not other.numel:
+        if other.is_empty:
             return True
-        return all(map(int.__le__, self.start, other.start)) and all(
-            map(int.__ge__, self.stop, other.stop)
+        return all(map(operator.le, self.start, other.start)) and all(
+            map(operator.ge, self.stop, other.stop)
         )
 
     def subtract(self, other: "Region") -> "tuple[Region, ...]":
@@ -97,7 +103,7 @@ class Region:
         (1, 2) (2, 3)
         (2, 0) (3, 3)
         """
-        if not self.numel:
+        if self.is_empty:
             return ()
         shared = self.intersect(other)
         if shared is None:
@@ -134,8 +140,8 @@ class Region:
         if len(offsets) != self.ndim:
             raise LayoutError(f"{self}: expected {self.ndim} offsets, got {offsets}")
         return Region(
-            tuple(map(int.__add__, self.start, offsets)),
-            tuple(map(int.__add__, self.stop, offsets)),
+            tuple(map(operator.add, self.start, offsets)),
+            tuple(map(operator.add, self.stop, offsets)),
         )
 
     def slices(self) -> tuple[slice, ...]:
@@ -161,7 +167,7 @@ def missing_parts(whole: Region, parts: Iterable[Region]) -> tuple[Region, ...]:
     >>> missing_parts(Region((0,), (9,)), [Region((0,), (4,)), Region((2,), (6,))])
     (Region(start=(6,), stop=(9,)),)
     """
-    left: list[Region] = [whole] if whole.numel else []
+    left: list[Region] = [] if whole.is_empty else [whole]
     for part in parts:
         if not left:
             break

@@ -60,6 +60,8 @@ class ModelShape:
     tied: bool = True
     experts: int = 0
     """With experts, every layer has so many and a router instead of one feed-forward block."""
+    parts: tuple[str, ...] = ("input_norm", "qkv", "qkv_bias", "proj", "post_norm", "mlp")
+    """Which parts every layer has; `mlp` stands for the experts too."""
     states: tuple[str, ...] = ("master", "exp_avg", "exp_avg_sq")
     """Optimizer tensors per parameter."""
     distributed_optimizer: bool = True
@@ -233,7 +235,10 @@ def _layer(model: ModelShape, layout: ParallelLayout, rank: int, layer: int) -> 
             tuple(prepend_axis(box, layer) for box in boxes),
         )
         for name, (whole, boxes) in parts.items()
+        if name in model.parts
     ]
+    if "mlp" not in model.parts:
+        return found
     if not model.experts:
         return found + _feed_forward(model, layout, place.tp, (layer,))
     router = TensorSpec(
