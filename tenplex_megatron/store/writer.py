@@ -4,7 +4,6 @@ Each rank has two slots: a data file mapped once and an index. The index of a sl
 its data is touched, and renamed into place after the last byte and its digest are known.
 """
 
-import ctypes
 import fcntl
 import mmap
 import os
@@ -25,8 +24,9 @@ from tenplex_megatron.store.files import (
     write_atomically,
 )
 from tenplex_megatron.store.index import RankIndex, digest_bytes
+from tenplex_megatron.store.pages import PageToucher, memory_address
 from tenplex_megatron.store.space import check_space, reserve
-from tenplex_megatron.store.values import PlainValue
+from tenplex_megatron.store.values import PlainValue, encode_value
 
 __all__ = ["SLOTS", "SnapshotWriter", "place_boxes", "slot_paths"]
 
@@ -110,8 +110,10 @@ class SnapshotWriter(TensorWriter):
             for slot in SLOTS:
                 self._slots.append(self._open_slot(slot))
         except BaseException:
+            self._forget_empty()
             self._release()
             raise
+        self._toucher = PageToucher(self.buffers)
 
     @property
     def slot_bytes(self) -> int:
@@ -130,7 +132,7 @@ class SnapshotWriter(TensorWriter):
 
     def address(self, slot: int) -> int:
         """Where a slot is mapped, so that it can be registered (pinned) once for a device."""
-        return ctypes.addressof(ctypes.c_char.from_buffer(self._slots[slot].memory))
+        return memory_address(self._slots[slot].memory)
 
     def begin(self, version: int) -> list[memoryview]:
         """See `TensorWriter.begin`; the slot written is the unfinished, else the older one."""
@@ -140,6 +142,9 @@ class SnapshotWriter(TensorWriter):
                 "wait for that first"
             )
         try:
+            if version < 0 or not self._slots:
+                state = "the writer is closed" if not self._slots else "it is negative"
+                raise StoreError(f"{self._name()}: version {version} can't begin, {state}")
             if self.newest is not None and version <= self.newest:
                 raise StoreError(
                     f"{self._name()}: version {version} is not newer than {self.newest}, "
@@ -164,6 +169,7 @@ class SnapshotWriter(TensorWriter):
                     f"{self._name()}: version {version} can't be finished, {begun} was begun"
                 )
             slot = self._slots[self._begun[1]]
+            encode_value(progress)  # refused values cost nothing yet
             digests = _digest_all(slot.views)
             boxes = zip(self._template.boxes, digests, strict=True)
             index = replace(
@@ -181,6 +187,7 @@ class SnapshotWriter(TensorWriter):
         """See `TensorWriter.close`; memory is unmapped with the last view of it."""
         with self._lock:
             self._begun = None
+            self._toucher.stop()
             self._release()
 
     def _choose_slot(self) -> int:
@@ -194,36 +201,37 @@ class SnapshotWriter(TensorWriter):
 
     def _missing_bytes(self, slot: int) -> int:
         data_path, _ = slot_paths(self._directory, self._template.rank, slot)
-        held = data_path.stat().st_size if data_path.exists() else 0
+        held = data_path.stat().st_blocks * 512 if data_path.exists() else 0
         boxes = len(self._template.boxes) + len(self._template.specs)
         return max(self._nbytes - held, 0) + _INDEX_BYTES_PER_BOX * boxes
 
     def _open_slot(self, number: int) -> _Slot:
         data_path, index_path = slot_paths(self._directory, self._template.rank, number)
-        version = self._held_version(index_path)
         descriptor = open_private(data_path, os.O_RDWR | os.O_CREAT)
         try:
             self._lock_file(descriptor, data_path)
-            if os.fstat(descriptor).st_size != self._nbytes:
-                version = None
-                remove_private(index_path)
-                reserve(descriptor, data_path, self._nbytes)
-            flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
-            memory = mmap.mmap(descriptor, self._nbytes, flags=flags)
+            version = self._held_version(index_path, os.fstat(descriptor).st_size)
+            reserve(descriptor, data_path, self._nbytes)
+            memory = mmap.mmap(descriptor, self._nbytes)
         except BaseException:
+            if not os.fstat(descriptor).st_size:
+                remove_private(data_path)
             os.close(descriptor)
             raise
         whole = memoryview(memory)
         views = tuple(whole[box.offset : box.offset + box.nbytes] for box in self._template.boxes)
         return _Slot(descriptor, index_path, memory, views, version)
 
-    def _held_version(self, index_path: Path) -> int | None:
+    def _held_version(self, index_path: Path, data_bytes: int) -> int | None:
         """The finished version in a slot left by an earlier writer of the same generation."""
         try:
             index, _ = RankIndex.unseal(read_private(index_path), str(index_path))
         except FileNotFoundError:
             return None
         except StoreError:
+            remove_private(index_path)
+            return None
+        if data_bytes < index.data_bytes:
             remove_private(index_path)
             return None
         held = tuple(replace(box, digest="") for box in index.boxes)
@@ -242,6 +250,12 @@ class SnapshotWriter(TensorWriter):
             raise StoreError(
                 f"{path}: another process is writing it; every rank has one writer"
             ) from error
+
+    def _forget_empty(self) -> None:
+        """Give back the memory of slots that hold no version."""
+        for number, slot in enumerate(self._slots):
+            if slot.version is None:
+                remove_private(slot_paths(self._directory, self._template.rank, number)[0])
 
     def _release(self) -> None:
         for slot in self._slots:
