@@ -6,6 +6,7 @@ uses, so that laws about plans can be enumerated over many layouts in seconds.
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from types import EllipsisType
 
 import numpy as np
 import numpy.typing as npt
@@ -196,7 +197,12 @@ def _write(
     assert inside, f"rank {rank} has no box for {region}"
     for box in inside:
         assert box.region.contains(region), f"{region} crosses the border of {box}"
-        view = filled[rank, box][(*region.relative_to(box.region).slices(), ...)]
+        # The ellipsis keeps an array without dims an array, so that it can be written to.
+        index: tuple[slice | EllipsisType, ...] = (
+            *region.relative_to(box.region).slices(),
+            ...,
+        )
+        view = filled[rank, box][index]
         assert (view == -1).all(), f"rank {rank}: {region} of {box} is filled twice"
         view[...] = data
 
