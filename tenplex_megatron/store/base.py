@@ -103,8 +103,11 @@ class TensorWriter(ABC):
     """Writes the versions of one rank; used by the worker of that rank alone."""
 
     @abstractmethod
-    def begin(self, version: int) -> list[memoryview]:
+    def begin(self, version: int, *, spare: int | None = None) -> list[memoryview]:
         """Open `version` for writing: one writable view of bytes per box, in the boxes' order.
+
+        `spare` is the version all ranks have agreed to be finished, when that is newer than what
+        is committed here: the agreement comes before one rank per node records it.
 
         Does not block. From here to `finish` the version does not exist for readers; the newest
         committed version stays untouched whatever happens.

@@ -134,7 +134,7 @@ class SnapshotWriter(TensorWriter):
         """Where a slot is mapped, so that it can be registered (pinned) once for a device."""
         return memory_address(self._slots[slot].memory)
 
-    def begin(self, version: int) -> list[memoryview]:
+    def begin(self, version: int, *, spare: int | None = None) -> list[memoryview]:
         """See `TensorWriter.begin`; the slot written is the unfinished, else the older one."""
         if not self._lock.acquire(blocking=False):
             raise StoreError(
@@ -150,7 +150,7 @@ class SnapshotWriter(TensorWriter):
                     f"{self._name()}: version {version} is not newer than {self.newest}, "
                     "which is held already"
                 )
-            number = self._choose_slot()
+            number = self._choose_slot(self._newest_committed() if spare is None else spare)
             slot = self._slots[number]
             self._begun = None
             remove_private(slot.index_path)
@@ -190,9 +190,8 @@ class SnapshotWriter(TensorWriter):
             self._toucher.stop()
             self._release()
 
-    def _choose_slot(self) -> int:
+    def _choose_slot(self, spared: int | None) -> int:
         """The slot to lose: never the newest committed version, else unfinished before older."""
-        spared = self._newest_committed()
         free = [n for n in SLOTS if self._slots[n].version is None]
         if free:
             return free[0]

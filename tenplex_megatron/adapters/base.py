@@ -1,0 +1,154 @@
+"""What must a training framework offer so that its jobs can change layout?
+
+Three interfaces: what can be read off the command line before any process group exists
+(`ArgumentAdapter`), the live state of one rank (`TrainingState`), and who is told when that state
+exists and at each step (`StepObserver`).  Adapters translate; no algorithm lives in them.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tenplex_megatron.core.mesh import ParallelLayout
+from tenplex_megatron.core.tensors import Box, TensorSpec
+from tenplex_megatron.errors import LayoutError
+from tenplex_megatron.planner.choose import ModelLimits
+
+__all__ = ["ArgumentAdapter", "FrameworkAdapter", "Json", "Piece", "StepObserver", "TrainingState"]
+
+type Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Piece:
+    """One box of the collection and the memory it lives in on this rank.
+
+    `flat` is a 1-D contiguous view of exactly `box.region.numel` elements, in the row-major order
+    of the box.  Writing to it changes the framework's own tensor.
+    """
+
+    spec: TensorSpec
+    box: Box
+    flat: torch.Tensor
+
+    def __post_init__(self) -> None:
+        if self.flat.dim() != 1 or self.flat.numel() != self.box.region.numel:
+            raise LayoutError(
+                f"{self.box.tensor}: box {self.box.region} holds {self.box.region.numel} elements, "
+                f"its memory has shape {tuple(self.flat.shape)}"
+            )
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the box."""
+        return self.flat.numel() * self.flat.element_size()
+
+    def as_bytes(self) -> torch.Tensor:
+        """The same memory as 1-D uint8."""
+        return self.flat.view(torch.uint8)
+
+    def as_box(self) -> torch.Tensor:
+        """The same memory in the shape of the box."""
+        return self.flat.view(self.box.region.shape)
+
+
+class TrainingState(ABC):
+    """The live state of one rank of a training job, as boxes of global tensors.
+
+    Built once per generation, after the framework has built model and optimizer.
+    """
+
+    @abstractmethod
+    def pieces(self, stored: Mapping[str, TensorSpec] | None = None) -> tuple[Piece, ...]:
+        """Every box this rank holds or needs, sorted by tensor and region; no bytes are copied.
+
+        Args:
+            stored: the tensors a snapshot holds, when one is about to be imported; state that
+                exists only for equal coordinates (random streams) is asked for only if stored.
+        """
+
+    @abstractmethod
+    def refresh(self) -> None:
+        """Bring memory that is a copy (random streams) up to date, before a snapshot."""
+
+    @abstractmethod
+    def progress(self) -> dict[str, Json]:
+        """What is not a tensor: step, schedule, samples, scalers.  JSON, exact."""
+
+    @abstractmethod
+    def load_progress(self, progress: Sequence[Mapping[str, Json]]) -> int:
+        """Set what is not a tensor from the progress of all ranks of the snapshot.
+
+        Returns:
+            The step training goes on from.
+
+        Raises:
+            LayoutError: two ranks of the snapshot contradict each other.
+        """
+
+    @abstractmethod
+    def finish_import(self) -> None:
+        """Derive what was not moved (low-precision weights, gathered parameters)."""
+
+
+class StepObserver(ABC):
+    """Who is told about the life of a training job; called by an adapter's hooks."""
+
+    @abstractmethod
+    def on_built(self, state: TrainingState) -> None:
+        """Model and optimizer exist; blocks until a pending import is finished."""
+
+    @abstractmethod
+    def before_update(self) -> None:
+        """The weights are about to change; blocks until a running copy of them is finished."""
+
+    @abstractmethod
+    def on_step(self, step: int, losses: Mapping[str, float] | None) -> bool:
+        """A step is finished; True when the process should leave its training loop now."""
+
+    @abstractmethod
+    def on_samples(self, first_batch: int, ids: Sequence[int]) -> None:
+        """Micro-batch `first_batch` of this generation reads the samples `ids` on this rank."""
+
+    @property
+    @abstractmethod
+    def audits_samples(self) -> bool:
+        """Whether sample ids should be reported."""
+
+
+class ArgumentAdapter(ABC):
+    """What a framework's command line says, without importing the framework."""
+
+    preload: tuple[str, ...]
+    """Modules a fork server imports so that workers start warm."""
+
+    @abstractmethod
+    def limits(self, argv: Sequence[str]) -> ModelLimits:
+        """The sizes that decide which layouts can exist."""
+
+    @abstractmethod
+    def layout_arguments(
+        self, argv: Sequence[str], layout: ParallelLayout, allowed: Sequence[ParallelLayout]
+    ) -> list[str]:
+        """Flags to append so that the framework builds `layout`.
+
+        Args:
+            argv: the user's own flags.
+            layout: the layout of the coming generation.
+            allowed: every layout the policy allows; what must stay equal over all of them (the
+                padded vocabulary) is derived from these.
+        """
+
+    @abstractmethod
+    def identity(self, argv: Sequence[str]) -> str:
+        """A fingerprint of what is trained, equal for all layouts of one job."""
+
+
+class FrameworkAdapter(ABC):
+    """The hooks into a framework's training loop, inside a worker."""
+
+    @abstractmethod
+    def install(self, observer: StepObserver) -> None:
+        """Make the framework call `observer`; before the training script runs."""

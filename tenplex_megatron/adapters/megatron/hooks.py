@@ -1,0 +1,104 @@
+"""Where does Megatron's training loop call us?
+
+Five names of `megatron.training` are wrapped; they are looked up as module globals at every call,
+so setting the attribute is enough, and they have held from core_v0.12 to core_v0.19 (see
+`compat.py`).  The wrappers pass every argument through.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from megatron.training import arguments, training
+from megatron.training.datasets import data_samplers
+from megatron.training.global_vars import get_args
+
+from tenplex_megatron.adapters.base import FrameworkAdapter, StepObserver
+from tenplex_megatron.adapters.megatron.state import MegatronState
+
+__all__ = ["MegatronAdapter"]
+
+
+class MegatronAdapter(FrameworkAdapter):
+    """Megatron-LM's `pretrain`, with the script unchanged."""
+
+    def __init__(self) -> None:
+        self._state: MegatronState | None = None
+        self._losses: dict[str, float] | None = None
+
+    def install(self, observer: StepObserver) -> None:
+        """See `FrameworkAdapter.install`."""
+        _wrap(arguments, "add_megatron_arguments", self._add_flag)
+        _wrap(training, "setup_model_and_optimizer", self._build(observer))
+        _wrap(training, "train_step", self._keep_losses)
+        _wrap(training, "checkpoint_and_decide_exit", self._step(observer))
+        if observer.audits_samples:
+            _audit_samples(observer)
+
+    @staticmethod
+    def _add_flag(original: Callable[..., Any], parser: Any) -> Any:
+        parser = original(parser)
+        group = parser.add_argument_group(title="elastic training")
+        group.add_argument(
+            "--elastic-policy",
+            metavar="PATH",
+            default=None,
+            help="YAML policy; the job changes its layout when its devices change",
+        )
+        return parser
+
+    def _build(self, observer: StepObserver) -> Callable[..., Any]:
+        def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            model, optimizer, scheduler = original(*args, **kwargs)
+            if optimizer is not None:
+                self._state = MegatronState(model, optimizer, scheduler, get_args())
+                optimizer.step = _fenced(observer, optimizer.step)
+                observer.on_built(self._state)
+            return model, optimizer, scheduler
+
+        return build
+
+    def _keep_losses(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = original(*args, **kwargs)
+        losses: Mapping[str, Any] = result[0]
+        self._losses = {name: float(value) for name, value in losses.items()} if losses else None
+        return result
+
+    def _step(self, observer: StepObserver) -> Callable[..., Any]:
+        def step(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            leaves = original(*args, **kwargs)
+            state = self._state
+            if state is None:
+                return leaves
+            # (model, optimizer, scheduler, iteration, operations, ...), positional everywhere.
+            state.step, state.floating_point_operations = int(args[3]), float(args[4])
+            return observer.on_step(state.step, self._losses) or leaves
+
+        return step
+
+
+def _wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
+    original = getattr(module, name)
+    setattr(module, name, functools.wraps(original)(functools.partial(wrapper, original)))
+
+
+def _fenced(observer: StepObserver, update: Callable[[], Any]) -> Callable[[], Any]:
+    @functools.wraps(update)
+    def fenced() -> Any:
+        observer.before_update()
+        return update()
+
+    return fenced
+
+
+def _audit_samples(observer: StepObserver) -> None:
+    """Report the sample ids of every micro-batch at the place Megatron decides them."""
+    sampler = data_samplers.MegatronPretrainingSampler
+    original = sampler.__iter__
+
+    def audited(self: Any) -> Iterator[list[int]]:
+        for number, ids in enumerate(original(self)):
+            observer.on_samples(number, ids)
+            yield ids
+
+    sampler.__iter__ = audited

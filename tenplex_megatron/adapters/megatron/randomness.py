@@ -1,0 +1,104 @@
+"""Which random streams does a rank carry, as bytes, and how are they derived when none fits?
+
+A stream belongs to a coordinate (pipeline, tensor, expert rank of their sizes), not to a rank: two
+layouts with equal TP, PP and EP continue the same streams whatever their DP.  When TP, PP or EP
+change no stored stream fits; the new ones are derived from (seed, step), equal on every run.
+"""
+
+import random
+import struct
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from megatron.core import mpu, tensor_parallel
+from megatron.training.initialize import _set_random_seed
+
+from tenplex_megatron.errors import LayoutError
+
+__all__ = ["coordinate_name", "export_streams", "import_streams", "reseed"]
+
+PYTHON_WORDS = 625
+NUMPY_WORDS = 624
+
+
+def coordinate_name(data_parallel_random_init: bool) -> str:
+    """The place whose streams this rank carries, e.g. "pp0of2.tp1of2.ep0of1"."""
+    parts = [
+        f"pp{mpu.get_pipeline_model_parallel_rank()}of{mpu.get_pipeline_model_parallel_world_size()}",
+        f"tp{mpu.get_tensor_model_parallel_rank()}of{mpu.get_tensor_model_parallel_world_size()}",
+        f"ep{mpu.get_expert_model_parallel_rank()}of{mpu.get_expert_model_parallel_world_size()}",
+    ]
+    if data_parallel_random_init:
+        rank, size = mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size()
+        parts.append(f"dp{rank}of{size}")
+    return ".".join(parts)
+
+
+def export_streams() -> dict[str, torch.Tensor]:
+    """Every stream of this process as 1-D uint8."""
+    streams = {
+        "python": _bytes(_python_to_bytes()),
+        "numpy": _bytes(_numpy_to_bytes()),
+        "torch": torch.get_rng_state().clone(),
+        "device": torch.cuda.get_rng_state().clone(),
+    }
+    for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
+        if not isinstance(state, torch.Tensor):
+            raise LayoutError(
+                f"random stream {name}: state is a {type(state).__name__}, expected a tensor; "
+                "run without graph-safe random streams"
+            )
+        streams[f"tracker.{name}"] = state.clone().cpu()
+    return streams
+
+
+def import_streams(streams: Mapping[str, torch.Tensor]) -> None:
+    """Set every stream of this process from `export_streams`."""
+    _python_from_bytes(streams["python"].numpy().tobytes())
+    _numpy_from_bytes(streams["numpy"].numpy().tobytes())
+    torch.set_rng_state(streams["torch"])
+    torch.cuda.set_rng_state(streams["device"])
+    tensor_parallel.get_cuda_rng_tracker().set_states(
+        {
+            name.removeprefix("tracker."): state
+            for name, state in streams.items()
+            if name.startswith("tracker.")
+        }
+    )
+
+
+def reseed(seed: int, step: int, data_parallel_random_init: bool) -> None:
+    """Fresh streams from (seed, step), Megatron's own per-rank offsets added.
+
+    Continuing from `seed` alone would repeat the masks of the first steps.
+    """
+    derived = (seed * 1_000_003 + step * 7_919) % (2**31 - 1) + 1
+    _set_random_seed(derived, data_parallel_random_init)
+
+
+def _bytes(data: bytes) -> torch.Tensor:
+    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
+
+
+def _python_to_bytes() -> bytes:
+    version, words, gauss = random.getstate()
+    present = gauss is not None
+    return struct.pack(f"<i?d{PYTHON_WORDS}I", version, present, gauss if present else 0.0, *words)
+
+
+def _python_from_bytes(data: bytes) -> None:
+    version, present, gauss, *words = struct.unpack(f"<i?d{PYTHON_WORDS}I", data)
+    random.setstate((version, tuple(words), gauss if present else None))
+
+
+def _numpy_to_bytes() -> bytes:
+    kind, words, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - Megatron's own
+    assert kind == "MT19937"
+    return struct.pack(f"<iid{NUMPY_WORDS}I", position, has_gauss, gauss, *words)
+
+
+def _numpy_from_bytes(data: bytes) -> None:
+    position, has_gauss, gauss, *words = struct.unpack(f"<iid{NUMPY_WORDS}I", data)
+    state = ("MT19937", np.array(words, dtype=np.uint32), position, has_gauss, gauss)
+    np.random.set_state(state)  # noqa: NPY002 - Megatron's own stream

@@ -1,0 +1,201 @@
+"""The live state of one Megatron rank as boxes of global tensors.
+
+Tensors are named `<kind>/<key>`: the key is Megatron's own, the kind says which of a parameter's
+tensors it is: `master` (the value the optimizer updates), the optimizer's own names for its state,
+`param` for what no optimizer updates (buffers, frozen weights), and `random/...` for streams.
+16-bit weights do not appear: they are the masters, rounded.
+"""
+
+import base64
+import io
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from megatron.core import mpu
+from megatron.core.num_microbatches_calculator import update_num_microbatches
+
+from tenplex_megatron.adapters.base import Json, Piece, TrainingState
+from tenplex_megatron.adapters.megatron import optimizer as optimizers
+from tenplex_megatron.adapters.megatron import randomness
+from tenplex_megatron.adapters.megatron.model import ModelPart, ModelTensors, describe_model
+from tenplex_megatron.core.region import Region
+from tenplex_megatron.core.tensors import Box, TensorSpec
+from tenplex_megatron.errors import LayoutError, UnsupportedLayoutError
+
+__all__ = ["MegatronState"]
+
+PROGRESS_KEYS = (
+    "consumed_train_samples",
+    "skipped_train_samples",
+    "consumed_valid_samples",
+)
+MUST_AGREE = ("global_batch_size", "seq_length", "seed", "padded_vocab_size")
+
+
+class MegatronState(TrainingState):
+    """Boxes and progress of a model, its optimizer and its schedule.
+
+    Args:
+        model: the model chunks Megatron trains.
+        optimizer: Megatron's optimizer, or None when nothing is trained.
+        scheduler: Megatron's OptimizerParamScheduler.
+        args: Megatron's parsed arguments; the live progress counters are read from and written to
+            this namespace, as Megatron itself does.
+    """
+
+    def __init__(
+        self, model: Sequence[torch.nn.Module], optimizer: Any, scheduler: Any, args: Any
+    ) -> None:
+        self._model = list(model)
+        self._optimizer = optimizer
+        self._scheduler = scheduler
+        self._args = args
+        self._random_names: dict[str, str] = {}
+        self._random_memory: dict[str, torch.Tensor] = {}
+        self.step = 0
+        self.floating_point_operations = 0.0
+        optimizers.prepare_state(optimizer)
+        self._tensors: ModelTensors = describe_model(self._model, _metadata())
+        self._fixed = tuple(sorted(self._describe(), key=lambda piece: piece.box))
+
+    def pieces(self, stored: Mapping[str, TensorSpec] | None = None) -> tuple[Piece, ...]:
+        """See `TrainingState.pieces`; masters and moments are views, random streams are copies."""
+        self._capture_random()
+        streams = self._random_pieces()
+        if stored is not None:
+            wanted = {name for name in self._random_names.values() if name in stored}
+            streams = [piece for piece in streams if piece.box.tensor in wanted]
+            if len(wanted) < len(self._random_names):
+                streams = []
+                self._random_names = {}
+        return tuple(sorted((*self._fixed, *streams), key=lambda piece: piece.box))
+
+    def refresh(self) -> None:
+        """See `TrainingState.refresh`."""
+        for name, state in randomness.export_streams().items():
+            self._random_memory[name].copy_(state)
+
+    def _describe(self) -> Iterator[Piece]:
+        parts = self._tensors.by_identity()
+        seen: set[int] = set()
+        for owned in optimizers.owned_parameters(self._optimizer):
+            if id(owned.parameter) not in parts:
+                raise UnsupportedLayoutError(
+                    f"a parameter of shape {tuple(owned.parameter.shape)} is trained but is not in "
+                    "the model's sharded_state_dict(); its place in the model is unknown"
+                )
+            seen.add(id(owned.parameter))
+            for part in parts[id(owned.parameter)]:
+                for kind, flat in owned.states.items():
+                    yield from _pieces(kind, part, flat, owned.start, owned.stop)
+        trained = {
+            id(parameter)
+            for chunk in self._model
+            for parameter in chunk.parameters()
+            if parameter.requires_grad
+        }
+        for tensor, tensor_parts in self._tensors.tensors:
+            # With the distributed optimizer other ranks own the rest of a trained parameter.
+            if id(tensor) in seen or id(tensor) in trained:
+                continue
+            flat = tensor.detach().view(-1)
+            for part in tensor_parts:
+                yield from _pieces("param", part, flat, 0, flat.numel())
+
+    def _capture_random(self) -> None:
+        place = randomness.coordinate_name(self._args.data_parallel_random_init)
+        self._random_memory = randomness.export_streams()
+        self._random_names = {name: f"random/{place}/{name}" for name in self._random_memory}
+
+    def _random_pieces(self) -> list[Piece]:
+        pieces = []
+        for name, memory in self._random_memory.items():
+            spec = TensorSpec(self._random_names[name], (memory.numel(),), "uint8")
+            pieces.append(Piece(spec, Box(spec.name, Region.full(spec.shape)), memory))
+        return pieces
+
+    def progress(self) -> dict[str, Json]:
+        """See `TrainingState.progress`."""
+        counters: dict[str, Json] = {key: getattr(self._args, key) for key in PROGRESS_KEYS}
+        agree: dict[str, Json] = {key: getattr(self._args, key) for key in MUST_AGREE}
+        return {
+            "step": self.step,
+            "floating_point_operations": self.floating_point_operations,
+            "counters": counters,
+            "must_agree": agree,
+            "schedule": dict(self._scheduler.state_dict()),
+            "optimizers": optimizers.optimizer_progress(self._optimizer),
+            "objects": self._objects(),
+        }
+
+    def _objects(self) -> dict[str, Json]:
+        found: dict[str, Json] = {}
+        for entry in self._tensors.objects:
+            data = entry.data
+            if isinstance(data, io.BytesIO):
+                found[entry.unique_key] = base64.b64encode(data.getvalue()).decode()
+            elif isinstance(data, torch.Tensor) and data.dtype == torch.uint8:
+                found[entry.unique_key] = base64.b64encode(data.cpu().numpy().tobytes()).decode()
+        return found
+
+    def load_progress(self, progress: Sequence[Mapping[str, Json]]) -> int:
+        """See `TrainingState.load_progress`."""
+        stored = cast(list[dict[str, Any]], list(progress))
+        first = stored[0]
+        for key in ("step", "floating_point_operations", "counters", "schedule"):
+            if any(other[key] != first[key] for other in stored):
+                raise LayoutError(f"ranks of the snapshot disagree on {key}")
+        for key in MUST_AGREE:
+            mine, theirs = getattr(self._args, key), first["must_agree"][key]
+            if mine != theirs:
+                flag = "--" + key.replace("_", "-")
+                raise LayoutError(
+                    f"{flag}: the snapshot was taken with {theirs}, this run has {mine}; the loss "
+                    f"curve could not go on as before. Keep {flag} at {theirs}"
+                )
+        self.step = int(first["step"])
+        self.floating_point_operations = first["floating_point_operations"]
+        for key, value in first["counters"].items():
+            setattr(self._args, key, value)
+        self._args.iteration = self.step
+        self._args.num_floating_point_operations_so_far = self.floating_point_operations
+        update_num_microbatches(consumed_samples=self._args.consumed_train_samples, verbose=False)
+        # The schedule first: it rewrites the learning rates that the stored groups then set.
+        self._scheduler.load_state_dict(dict(first["schedule"]))
+        optimizers.load_optimizer_progress(
+            self._optimizer, [entry["optimizers"] for entry in stored]
+        )
+        return self.step
+
+    def finish_import(self) -> None:
+        """See `TrainingState.finish_import`."""
+        optimizers.refresh_model(self._optimizer, self._model)
+        if self._random_names:
+            randomness.import_streams(self._random_memory)
+        else:
+            randomness.reseed(self._args.seed, self.step, self._args.data_parallel_random_init)
+
+    @property
+    def random_streams_continue(self) -> bool:
+        """Whether stored random streams fit; False when new ones were derived from (seed, step)."""
+        return bool(self._random_names)
+
+
+def _pieces(
+    kind: str, part: ModelPart, flat: torch.Tensor, start: int, stop: int
+) -> Iterator[Piece]:
+    """The boxes of one tensor whose elements `[start, stop)` are `flat`."""
+    dtype = str(flat.dtype).removeprefix("torch.")
+    spec = TensorSpec(f"{kind}/{part.key}", part.shape, dtype, padded=part.padded)
+    for region, low, high in part.cut(start, stop):
+        yield Piece(spec, Box(spec.name, region), flat[low - start : high - start])
+
+
+def _metadata() -> dict[str, object]:
+    """Metadata under which `sharded_state_dict` keys and offsets are the same for all layouts."""
+    return {
+        "singleton_local_shards": False,
+        "chained_optim_avoid_prefix": True,
+        "dp_cp_group": mpu.get_data_parallel_group(with_context_parallel=True),
+    }

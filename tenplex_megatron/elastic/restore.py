@@ -1,0 +1,217 @@
+"""How does a new generation get its state from the snapshots of the one before?
+
+Every node says what its store holds of the chosen version, every rank says what it needs; all ranks
+compute the same plan from that, check the digests of what they read, and carry out their share.
+"""
+
+import json
+import logging
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import xxhash
+
+from tenplex_megatron.adapters.base import Json, Piece, TrainingState
+from tenplex_megatron.core.codec import (
+    canonical,
+    collection_from_json,
+    collection_to_json,
+    encode,
+)
+from tenplex_megatron.core.collection import TensorCollection
+from tenplex_megatron.core.plan import ReshardPlan, Topology, plan_reshard
+from tenplex_megatron.core.region import Region
+from tenplex_megatron.core.tensors import Box, TensorSpec
+from tenplex_megatron.errors import LayoutError
+from tenplex_megatron.execution.executor import Movement, Target, execute_plan
+from tenplex_megatron.store.base import TensorReader
+from tenplex_megatron.store.values import decode_value, encode_value
+from tenplex_megatron.transport.base import Transport
+
+__all__ = ["Restored", "Site", "restore_state"]
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """Where one rank of the new generation runs and what lies there.
+
+    `nodes` names the node of every new rank, `source_nodes` that of every old rank's snapshot.
+    """
+
+    rank: int
+    nodes: tuple[str, ...]
+    source_nodes: Mapping[int, str]
+
+    @property
+    def node(self) -> str:
+        """The node of this rank."""
+        return self.nodes[self.rank]
+
+    @property
+    def speaks_for_node(self) -> bool:
+        """Whether this is the first rank of its node."""
+        return self.nodes.index(self.node) == self.rank
+
+
+@dataclass(frozen=True, slots=True)
+class Restored:
+    """What an import did on this rank, and over all ranks."""
+
+    step: int
+    plan: ReshardPlan
+    movement: Movement
+    seconds: Mapping[str, float]
+
+
+def restore_state(
+    state: TrainingState,
+    site: Site,
+    *,
+    reader: TensorReader | None,
+    transport: Transport,
+    timeout_s: float,
+) -> Restored:
+    """Fill the live state from the snapshots; collective over all ranks of the generation.
+
+    Args:
+        state: the freshly built state of this rank.
+        site: where ranks run and snapshots lie.
+        reader: the chosen version on this node; None when the node holds none of it.
+        transport: between the ranks of the generation.
+        timeout_s: seconds until a silent peer counts as lost.
+
+    Raises:
+        LayoutError: source and target contradict each other, or a box has no holder.
+        StoreError: a box this rank reads does not match its digest.
+        TransportError: a peer is gone or silent.
+    """
+    clock = _Clock()
+    specs, holdings, progress = _gather_source(site, reader, transport, timeout_s)
+    pieces = state.pieces(specs)
+    target = _gather_target(pieces, transport, timeout_s)
+    clock.mark("describe")
+    source = TensorCollection(specs, holdings)
+    topology = Topology(site.source_nodes, dict(enumerate(site.nodes)))
+    plan = plan_reshard(source, target, topology)
+    _check_equal(plan, transport, timeout_s)
+    clock.mark("plan")
+    if reader is not None:
+        _verify(plan, site.rank, reader)
+    clock.mark("verify")
+    movement = execute_plan(
+        plan,
+        site.rank,
+        reader=reader,
+        targets=[Target(piece.box, piece.flat) for piece in pieces],
+        transport=transport,
+        timeout_s=timeout_s,
+    )
+    _report_created(plan.created_for(site.rank))
+    clock.mark("move")
+    step = state.load_progress(progress)
+    state.finish_import()
+    clock.mark("finish")
+    return Restored(step, plan, movement, clock.seconds)
+
+
+class _Clock:
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self._last = time.monotonic()
+
+    def mark(self, phase: str) -> None:
+        now = time.monotonic()
+        self.seconds[phase], self._last = now - self._last, now
+
+
+type _Holdings = dict[int, tuple[Box, ...]]
+
+
+def _gather_source(
+    site: Site, reader: TensorReader | None, transport: Transport, timeout_s: float
+) -> tuple[dict[str, TensorSpec], _Holdings, list[dict[str, Json]]]:
+    """What the stores of all nodes hold: specs, boxes by old rank, progress in rank order."""
+    mine: dict[str, Json] = {}
+    if reader is not None and site.speaks_for_node:
+        ranks = [rank for rank in reader.ranks if site.source_nodes.get(rank) == site.node]
+        held = {rank: tuple(stored.box for stored in reader.boxes(rank)) for rank in ranks}
+        mine = {
+            "collection": collection_to_json(TensorCollection(reader.specs, held)),
+            "progress": {str(rank): encode_value(reader.progress(rank)) for rank in ranks},
+        }
+    specs: dict[str, TensorSpec] = {}
+    holdings: _Holdings = {}
+    progress: dict[int, dict[str, Json]] = {}
+    for row in transport.gather(canonical(mine).encode(), timeout_s=timeout_s):
+        entry = json.loads(row)
+        if not entry:
+            continue
+        part = collection_from_json(entry["collection"])
+        _add_specs(specs, part.tensors)
+        holdings.update(part.holdings)
+        for rank, values in entry["progress"].items():
+            progress[int(rank)] = decode_value(values)
+    if not holdings:
+        raise LayoutError("no node of this generation holds any part of the chosen snapshot")
+    return specs, holdings, [progress[rank] for rank in sorted(progress)]
+
+
+def _gather_target(
+    pieces: Sequence[Piece], transport: Transport, timeout_s: float
+) -> TensorCollection:
+    """What every rank of the new generation needs."""
+    mine = TensorCollection(
+        {piece.spec.name: piece.spec for piece in pieces}, {0: tuple(p.box for p in pieces)}
+    )
+    rows = transport.gather(canonical(collection_to_json(mine)).encode(), timeout_s=timeout_s)
+    specs: dict[str, TensorSpec] = {}
+    holdings: _Holdings = {}
+    for rank, row in enumerate(rows):
+        part = collection_from_json(json.loads(row))
+        _add_specs(specs, part.tensors)
+        holdings[rank] = part.holdings[0]
+    return TensorCollection(specs, holdings)
+
+
+def _add_specs(known: dict[str, TensorSpec], more: Mapping[str, TensorSpec]) -> None:
+    for name, spec in more.items():
+        if known.setdefault(name, spec) != spec:
+            raise LayoutError(f"{name}: described as {known[name]} and as {spec}")
+
+
+def _check_equal(plan: ReshardPlan, transport: Transport, timeout_s: float) -> None:
+    """All ranks must obey one plan; 48 bits of its digest travel as a number."""
+    digest = int(xxhash.xxh3_64_hexdigest(encode(plan).encode())[:12], 16)
+    largest, smallest = transport.agree((digest, -digest), timeout_s=timeout_s)
+    if largest != -smallest:
+        raise LayoutError(
+            "ranks computed different plans from the same descriptions; they must run the same "
+            "version of this package"
+        )
+
+
+def _verify(plan: ReshardPlan, rank: int, reader: TensorReader) -> None:
+    """Check every box this rank reads, each once, before a byte of the live state is touched."""
+    wanted: dict[int, dict[str, list[Region]]] = {}
+    for transfer in plan.transfers:
+        if transfer.sender_rank == rank:
+            tensors = wanted.setdefault(transfer.source_rank, {})
+            tensors.setdefault(transfer.tensor, []).append(transfer.region)
+    for source_rank, tensors in wanted.items():
+        for number, stored in enumerate(reader.boxes(source_rank)):
+            regions = tensors.get(stored.tensor, ())
+            if any(stored.region.intersect(region) for region in regions):
+                reader.verify(source_rank, number)
+
+
+def _report_created(created: Sequence[Box]) -> None:
+    """Padding no snapshot holds needs no write: built state has fresh masters and zero moments."""
+    if created:
+        logger.warning(
+            "%d elements of padding in %d boxes are new; they start as the framework built them",
+            sum(box.region.numel for box in created),
+            len(created),
+        )

@@ -1,0 +1,89 @@
+"""How is a snapshot taken while training goes on?
+
+The copy starts at a step boundary on a thread of its own and must be finished before the weights
+change again (`fence`); digests and the index follow in the background.  A version is committed at a
+later step boundary, when all ranks of the world have said that theirs is finished.
+"""
+
+import logging
+import time
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from tenplex_megatron.adapters.base import Json, Piece, TrainingState
+from tenplex_megatron.store.base import TensorWriter
+
+__all__ = ["Snapshotter"]
+
+logger = logging.getLogger(__name__)
+
+
+class Snapshotter:
+    """Copies the boxes of one rank into its writer, version after version.
+
+    Args:
+        state: the live state; its pieces keep their memory for the whole generation.
+        pieces: the boxes, in the order of the writer.
+        writer: where they go.
+    """
+
+    def __init__(self, state: TrainingState, pieces: tuple[Piece, ...], writer: TensorWriter) -> None:
+        self._state = state
+        self._sources = [piece.as_bytes() for piece in pieces]
+        self._writer = writer
+        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenplex-snapshot")
+        self._copy: Future[float] | None = None
+        self._seal: Future[int] | None = None
+        self.finished_version = -1
+        self.copy_seconds = 0.0
+        self.nbytes = sum(piece.nbytes for piece in pieces)
+
+    def start(self, version: int, committed: int | None) -> None:
+        """Begin to copy the state of this moment; returns while the copy runs.
+
+        Blocks only for a previous version that is still being sealed.  `committed` is the version
+        all ranks have finished; it stays whole.
+        """
+        self.wait()
+        self._state.refresh()
+        progress = self._state.progress()
+        views = self._writer.begin(version, spare=committed)
+        self._copy = self._pool.submit(self._copy_all, views)
+        self._seal = self._pool.submit(self._finish, version, progress)
+
+    def fence(self) -> None:
+        """Block until the running copy no longer reads the live state."""
+        if self._copy is not None:
+            self.copy_seconds = self._copy.result()
+            self._copy = None
+
+    def poll(self) -> int:
+        """The newest version this rank has finished; does not block."""
+        if self._seal is not None and self._seal.done():
+            self.wait()
+        return self.finished_version
+
+    def wait(self) -> int:
+        """Block until the running version is sealed; returns the newest finished version."""
+        self.fence()
+        if self._seal is not None:
+            self.finished_version = self._seal.result()
+            self._seal = None
+        return self.finished_version
+
+    def close(self) -> None:
+        """Finish what runs and let go of the memory."""
+        self.wait()
+        self._pool.shutdown()
+        self._writer.close()
+
+    def _copy_all(self, views: list[memoryview]) -> float:
+        started = time.monotonic()
+        for source, view in zip(self._sources, views, strict=True):
+            torch.frombuffer(view, dtype=torch.uint8).copy_(source)
+        return time.monotonic() - started
+
+    def _finish(self, version: int, progress: dict[str, Json]) -> int:
+        self._writer.finish(version, progress)
+        return version

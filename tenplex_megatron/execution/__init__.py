@@ -1,0 +1,1 @@
+"""How does one rank carry out its share of a plan?"""

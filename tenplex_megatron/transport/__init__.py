@@ -1,0 +1,1 @@
+"""How do boxes travel between ranks?"""
