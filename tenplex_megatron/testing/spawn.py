@@ -30,6 +30,8 @@ __all__ = ["RankError", "run_ranks"]
 # A peer's death reaches its neighbours within milliseconds; their errors must not hide its own.
 _DRAIN_S = 0.2
 _EXIT_S = 5.0
+# Imported once, before the ranks are forked: the module of a test imports pytest, when it is there.
+_PRELOAD = (__name__, "pytest")
 
 
 class RankError(Exception):
@@ -99,7 +101,7 @@ def run_ranks(
     call = pickle.dumps((fn, args))
     with _running_world(timeout_s, may_die) as world:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([__name__])
+        context.set_forkserver_preload(list(_PRELOAD))
         for rank in range(num_ranks):
             job = _Job(
                 rank=rank, num_ranks=num_ranks, timeout_s=timeout_s, folder=world.folder, call=call
@@ -137,7 +139,7 @@ def _collect(world: _World) -> None:
     deadline = time.monotonic() + world.timeout_s
     open_ranks = dict(enumerate(world.connections))
     while open_ranks:
-        until = min(deadline, *(f.at + _DRAIN_S for f in world.failures.values()), deadline)
+        until = min([deadline, *(f.at + _DRAIN_S for f in world.failures.values())])
         ready = wait(list(open_ranks.values()), timeout=max(0.0, until - time.monotonic()))
         for rank in [rank for rank, connection in open_ranks.items() if connection in ready]:
             _receive(world, rank)

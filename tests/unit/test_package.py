@@ -16,7 +16,19 @@ HEAVY = {"torch", "megatron", "deepspeed", "matplotlib"}
 
 
 def test_the_public_names_are_these() -> None:
-    assert tenplex_megatron.__all__ == ["__version__"]
+    assert tenplex_megatron.__all__ == [
+        "Box",
+        "ElasticPolicy",
+        "ParallelLayout",
+        "Region",
+        "ReshardPlan",
+        "TensorCollection",
+        "TensorSpec",
+        "Topology",
+        "Transfer",
+        "__version__",
+        "plan_reshard",
+    ]
     assert all(hasattr(tenplex_megatron, name) for name in tenplex_megatron.__all__)
 
 
