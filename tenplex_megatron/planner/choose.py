@@ -12,7 +12,7 @@ from typing import Self
 from tenplex_megatron.core.mesh import ParallelLayout, parse_fields
 from tenplex_megatron.errors import ConfigError, LayoutError
 
-__all__ = ["Decision", "LayoutPattern", "ModelLimits", "choose"]
+__all__ = ["Decision", "LayoutPattern", "ModelLimits", "allowed_layouts", "choose"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,6 +112,20 @@ def choose(
     best = ranked[0]
     rejected.extend((str(other), _slower(best, other, limits)) for other in ranked[1:])
     return Decision(best, _reason(best, num_devices, limits), tuple(rejected))
+
+
+def allowed_layouts(
+    limits: ModelLimits, layouts: Sequence[str] | None, max_devices: int
+) -> tuple[ParallelLayout, ...]:
+    """One layout for every way of splitting the model that the policy allows.
+
+    What has to be the same in all of them, such as a padded size, can be derived from these.
+    """
+    found = [
+        next(_smallest(pattern, limits), None)
+        for pattern in _patterns(layouts, limits, max_devices)
+    ]
+    return tuple(layout for layout in found if layout is not None)
 
 
 def _patterns(

@@ -1,0 +1,63 @@
+"""`tenplex`: which command was asked for?
+
+Imports a command only when it is asked for, so that workers, which import the main module of their
+agent again, pay nothing for it.
+"""
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from tenplex_megatron import __version__
+from tenplex_megatron.errors import ConfigError, StoreError, TenplexError
+
+__all__ = ["main"]
+
+_COMMANDS = {
+    "run": "train under a policy, on this node",
+    "resize": "change the number of devices of a running job",
+}
+_EPILOG = """examples:
+  tenplex run --elastic-policy elastic.yaml --nnodes 2 --nproc-per-node 4 \\
+      --rdzv-backend c10d --rdzv-endpoint host:29500 pretrain_gpt.py --num-layers 8 ...
+  tenplex resize --gpus 4 --job my-job
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command; the exit code: 0 done, 2 wrong input, 1 anything else."""
+    parser = argparse.ArgumentParser(
+        prog="tenplex",
+        description="Changes the parallelism of a running training job.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"tenplex {__version__}")
+    commands = "; ".join(f"{name}: {what}" for name, what in _COMMANDS.items())
+    parser.add_argument("command", choices=_COMMANDS, help=commands)
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, help="see tenplex COMMAND --help")
+    given = parser.parse_args(argv)
+    try:
+        return _run(given.command, given.arguments)
+    except (ConfigError, StoreError) as error:
+        sys.stderr.write(f"tenplex {given.command}: {error}\n")
+        return 2
+    except TenplexError as error:
+        sys.stderr.write(f"tenplex {given.command}: {error}\n")
+        return 1
+    except KeyboardInterrupt:
+        return 1
+
+
+def _run(command: str, arguments: Sequence[str]) -> int:
+    if command == "run":
+        from tenplex_megatron.cli.run import run
+
+        return run(arguments)
+    from tenplex_megatron.cli.resize import resize
+
+    return resize(arguments)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,1 @@
+"""How does a running job react when its devices change?"""

@@ -1,0 +1,323 @@
+"""Given who is alive and what they hold, what does the next generation look like?
+
+Pure: `decide` maps the ledger of the job, the change that ended a generation, and one report per
+node to the next generation, or to the end of the job. The same arguments give the same answer on
+every node; nothing here reads a clock, a file or the environment.
+"""
+
+import signal
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+from tenplex_megatron.config import ElasticPolicy
+from tenplex_megatron.core.mesh import ParallelLayout
+from tenplex_megatron.elastic.placement import pick_devices, place_ranks
+from tenplex_megatron.errors import ConfigError
+from tenplex_megatron.planner.choose import Decision, ModelLimits, choose
+from tenplex_megatron.store.base import RankSnapshot
+from tenplex_megatron.store.selection import WorldVersion, select_version
+
+__all__ = [
+    "HANDED_OVER",
+    "Change",
+    "Ending",
+    "Ledger",
+    "NextGeneration",
+    "NodeReport",
+    "Rules",
+    "Source",
+    "WorkerExit",
+    "check_target",
+    "culprits",
+    "decide",
+    "newest_complete",
+]
+
+HANDED_OVER = 85
+"""Exit code of a worker that left at a step boundary after a committed snapshot."""
+WRONG_INPUT = 2
+"""Exit code of a worker whose script or arguments are wrong; another try would end the same."""
+
+_FAILURE_WINDOW_S = 1.0
+_SAME_FAILURES = 3
+# Peers of a dead process raise an exception or abort; only what nobody does to itself is a cause.
+_CONSEQUENCES = (-int(signal.SIGABRT), -int(signal.SIGTERM))
+_FROM_OUTSIDE = (-int(signal.SIGKILL), -int(signal.SIGTERM))
+
+
+@dataclass(frozen=True, slots=True)
+class WorkerExit:
+    """How one worker ended, before anybody stopped it."""
+
+    rank: int
+    device: int
+    code: int
+    time: float
+    message: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class NodeReport:
+    """What a node brings to the next generation."""
+
+    node: str
+    devices: int
+    snapshots: tuple[RankSnapshot, ...] = ()
+    exits: tuple[WorkerExit, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Change:
+    """Why a generation ends. The first change anybody posts is the one that counts."""
+
+    kind: str
+    """`start`, `failure`, `planned`, `leave` (a node goes) or `invalid` (wrong input)."""
+    cause: str
+    time: float
+    node: str
+    gpus: int | None = None
+    step: int | None = None
+    request: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Ledger:
+    """What the job remembers from one generation to the next."""
+
+    generation: int = 0
+    allotted: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    lost: Mapping[str, tuple[int, ...]] = field(default_factory=dict)
+    failures: int = 0
+    repeated: tuple[int, int, int] = (-1, 0, 0)
+    """Version, exit code and count of failures that look alike."""
+    layout: ParallelLayout | None = None
+
+    @property
+    def gpus(self) -> int:
+        """The number of devices the job may use."""
+        return sum(map(len, self.allotted.values()))
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The version the next generation continues from, and the node of each part."""
+
+    version: int
+    generation: int
+    world_size: int
+    nodes: Mapping[int, str]
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """What does not change during a job."""
+
+    policy: ElasticPolicy
+    limits: ModelLimits
+
+
+@dataclass(frozen=True, slots=True)
+class NextGeneration:
+    """Everything a node must know to start its share of the next generation."""
+
+    ledger: Ledger
+    change: Change
+    layout: ParallelLayout
+    ranks: tuple[tuple[str, int], ...]
+    """Node and device of every rank."""
+    source: Source | None
+    reason: str
+    rejected: tuple[tuple[str, str], ...] = ()
+    totals: Mapping[str, int] = field(default_factory=dict)
+    """Number of devices of every node, free and lost ones included."""
+
+
+@dataclass(frozen=True, slots=True)
+class Ending:
+    """The job ends here."""
+
+    code: int
+    reason: str
+
+
+def decide(
+    ledger: Ledger, change: Change, reports: Sequence[NodeReport], rules: Rules
+) -> NextGeneration | Ending:
+    """The next generation after `change`, or why there is none.
+
+    Raises:
+        ConfigError: the policy allows no layout for the devices that are left.
+    """
+    if change.kind == "invalid":
+        return Ending(WRONG_INPUT, change.cause)
+    totals = {report.node: report.devices for report in sorted(reports, key=lambda r: r.node)}
+    source = newest_complete(reports)
+    failed = culprits(reports, planned=change.kind in ("planned", "start", "leave"))
+    ledger = _number(ledger, reports)
+    if change.kind == "start":
+        _check_schedule(totals, rules)
+    if change.kind == "failure":
+        ledger = _count_failure(ledger, failed, source)
+        ending = _exhausted(ledger, change, rules.policy)
+        if ending is not None:
+            return ending
+    if rules.policy.failed_device == "drop":
+        ledger = _lose(ledger, failed)
+    ledger = _allot(ledger, change, totals, rules.policy)
+    try:
+        chosen = _choose(ledger.gpus, rules, ledger.layout)
+    except ConfigError as error:
+        raise ConfigError(f"{error} (after: {change.cause})") from None
+    ranks = place_ranks(chosen.layout, ledger.allotted)
+    ledger = replace(ledger, layout=chosen.layout)
+    return NextGeneration(
+        ledger, change, chosen.layout, ranks, source, chosen.reason, chosen.rejected, totals
+    )
+
+
+def check_target(gpus: int, totals: Mapping[str, int], rules: Rules) -> Decision:
+    """The layout a planned change to `gpus` devices would choose.
+
+    Raises:
+        ConfigError: there are not so many devices, or no layout fits them.
+    """
+    total = sum(totals.values())
+    if not 1 <= gpus <= total:
+        raise ConfigError(
+            f"expected 1 to {total} devices ({', '.join(f'{n}: {c}' for n, c in totals.items())}), "
+            f"got {gpus}"
+        )
+    return _choose(gpus, rules, None)
+
+
+def newest_complete(reports: Iterable[NodeReport]) -> Source | None:
+    """The newest version of which the reports hold every rank's part.
+
+    A committed version with missing parts is better than none: replicas may cover it, and the plan
+    of the exchange refuses it where they do not.
+    """
+    held = {report.node: report.snapshots for report in reports}
+    best = (
+        select_version(held, lambda _: ()).chosen
+        or select_version(held, _uncommitted, allow_missing=True).chosen
+    )
+    if best is None:
+        return None
+    return Source(best.version, best.generation, best.world_size, best.nodes)
+
+
+def _uncommitted(version: WorldVersion) -> tuple[str, ...]:
+    return () if version.committed else ("no node knows it as committed",)
+
+
+def culprits(
+    reports: Iterable[NodeReport], *, planned: bool = False
+) -> tuple[tuple[str, WorkerExit], ...]:
+    """The processes that failed by themselves, not because a peer did.
+
+    Processes killed within a second of the first failure are all causes. Without one, only the
+    first failure is: the others saw its connection break. In a planned change peers leave at
+    slightly different times, so exceptions mean nothing and only kills count.
+    """
+    exits = sorted(
+        (
+            (report.node, done)
+            for report in reports
+            for done in report.exits
+            if done.code not in (0, HANDED_OVER)
+        ),
+        key=lambda item: (item[1].time, item[0], item[1].rank),
+    )
+    if not exits:
+        return ()
+    window = exits[0][1].time + _FAILURE_WINDOW_S
+    killed = tuple(
+        item
+        for item in exits
+        if item[1].code < 0 and item[1].code not in _CONSEQUENCES and item[1].time <= window
+    )
+    if killed or planned:
+        return killed
+    return (exits[0],)
+
+
+def _check_schedule(totals: Mapping[str, int], rules: Rules) -> None:
+    """What can't be done hours later is refused now."""
+    for step, gpus in sorted(rules.policy.schedule.items()):
+        try:
+            check_target(gpus, totals, rules)
+        except ConfigError as error:
+            raise ConfigError(f"schedule.{step}: {error}") from None
+
+
+def _number(ledger: Ledger, reports: Iterable[NodeReport]) -> Ledger:
+    """Generations of an earlier run of the job count too: their files must stay apart."""
+    seen = [part.generation for report in reports for part in report.snapshots]
+    return replace(ledger, generation=max([ledger.generation, *seen]) + 1)
+
+
+def _count_failure(
+    ledger: Ledger, failed: Sequence[tuple[str, WorkerExit]], source: Source | None
+) -> Ledger:
+    code = failed[0][1].code if failed else 0
+    version = source.version if source else -1
+    alike = ledger.repeated[:2] == (version, code)
+    count = 0 if code in _FROM_OUTSIDE else ledger.repeated[2] + 1 if alike else 1
+    return replace(ledger, failures=ledger.failures + 1, repeated=(version, code, count))
+
+
+def _exhausted(ledger: Ledger, change: Change, policy: ElasticPolicy) -> Ending | None:
+    version, code, count = ledger.repeated
+    if count >= _SAME_FAILURES:
+        where = f"after step {version}" if version >= 0 else "before the first snapshot"
+        return Ending(
+            1, f"{count} generations failed {where} with exit code {code}; last: {change.cause}"
+        )
+    if ledger.failures > policy.max_failures:
+        return Ending(
+            1,
+            f"{ledger.failures} failures, the policy allows {policy.max_failures} "
+            f"(max_failures); last: {change.cause}",
+        )
+    return None
+
+
+def _lose(ledger: Ledger, failed: Iterable[tuple[str, WorkerExit]]) -> Ledger:
+    lost = {node: set(devices) for node, devices in ledger.lost.items()}
+    for node, done in failed:
+        lost.setdefault(node, set()).add(done.device)
+    allotted = {
+        node: tuple(device for device in devices if device not in lost.get(node, ()))
+        for node, devices in ledger.allotted.items()
+    }
+    return replace(
+        ledger,
+        lost={node: tuple(sorted(devices)) for node, devices in sorted(lost.items())},
+        allotted=allotted,
+    )
+
+
+def _allot(
+    ledger: Ledger, change: Change, totals: Mapping[str, int], policy: ElasticPolicy
+) -> Ledger:
+    """Which devices the job may use now, over the nodes that are here."""
+    lost = {node: devices for node, devices in ledger.lost.items() if node in totals and devices}
+    wanted = policy.schedule.get(0) if change.kind == "start" else None
+    if change.kind == "planned":
+        wanted = change.gpus
+    if change.kind != "start" and wanted is None:
+        kept = {node: ledger.allotted.get(node, ()) for node in totals}
+        return replace(ledger, lost=lost, allotted=kept)
+    if wanted is not None and wanted > sum(totals.values()) - sum(map(len, lost.values())):
+        lost = {}
+    free = {
+        node: tuple(device for device in range(count) if device not in lost.get(node, ()))
+        for node, count in totals.items()
+    }
+    return replace(ledger, lost=lost, allotted=pick_devices(free, wanted))
+
+
+def _choose(gpus: int, rules: Rules, current: ParallelLayout | None) -> Decision:
+    if gpus < 1:
+        raise ConfigError("no device is left")
+    return choose(gpus, rules.limits, rules.policy.layouts, current)
