@@ -29,13 +29,17 @@ class PageToucher:
     def __init__(self, memories: Sequence[mmap.mmap]) -> None:
         self._memories = list(memories)
         self._stop = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="snapshot-pages", daemon=True)
-        self._thread.start()
+        self._thread: threading.Thread | None = None
+        # Less than one chunk is entered by the first copy before a thread would have started.
+        if sum(len(memory) for memory in self._memories) > _CHUNK_BYTES:
+            self._thread = threading.Thread(target=self._run, name="snapshot-pages", daemon=True)
+            self._thread.start()
 
     def stop(self) -> None:
         """End the thread and let go of the mappings."""
         self._stop.set()
-        self._thread.join()
+        if self._thread is not None:
+            self._thread.join()
         self._memories.clear()
 
     def _run(self) -> None:

@@ -24,6 +24,8 @@ class WorldVersion:
     layout: Mapping[str, PlainValue]
     holders: Mapping[int, tuple[str, ...]]
     committed: bool
+    contradictions: tuple[str, ...] = ()
+    """Where nodes disagree about this version; it is never taken then."""
 
     @property
     def missing(self) -> tuple[int, ...]:
@@ -88,9 +90,10 @@ def select_version(
     """
     rejected: list[RejectedVersion] = []
     for candidate in world_versions(inventories):
+        reasons = candidate.contradictions
         if candidate.missing and not allow_missing:
-            reasons: tuple[str, ...] = (f"no node holds ranks {candidate.missing}",)
-        else:
+            reasons = (*reasons, f"no node holds ranks {candidate.missing}")
+        if not reasons:
             reasons = tuple(check(candidate))
         if not reasons:
             return Selection(candidate, tuple(rejected))
@@ -99,10 +102,20 @@ def select_version(
 
 
 def _merge(entries: Sequence[tuple[str, RankSnapshot]]) -> WorldVersion:
-    first = entries[0][1]
+    ordered = sorted(entries, key=lambda entry: (entry[1].rank, entry[0]))
+    first_node, first = ordered[0]
     holders: dict[int, tuple[str, ...]] = {}
-    for node, held in sorted(entries, key=lambda entry: (entry[1].rank, entry[0])):
+    digests: dict[int, str] = {}
+    contradictions: list[str] = []
+    for node, held in ordered:
         holders[held.rank] = (*holders.get(held.rank, ()), node)
+        if (held.world_size, held.layout) != (first.world_size, first.layout):
+            contradictions.append(
+                f"rank {held.rank} on {node} is of {held.world_size} ranks in {held.layout}, rank "
+                f"{first.rank} on {first_node} of {first.world_size} in {first.layout}"
+            )
+        if digests.setdefault(held.rank, held.digest) != held.digest:
+            contradictions.append(f"rank {held.rank} differs on {holders[held.rank]}")
     return WorldVersion(
         generation=first.generation,
         version=first.version,
@@ -110,4 +123,5 @@ def _merge(entries: Sequence[tuple[str, RankSnapshot]]) -> WorldVersion:
         layout=first.layout,
         holders=holders,
         committed=any(held.committed for _, held in entries),
+        contradictions=tuple(contradictions),
     )

@@ -46,7 +46,7 @@ def content(version: int, rank: int, box_index: int, nbytes: int) -> bytes:
 
 
 def train(
-    directory: Path, point: Point, say: Callable[[str], None], first_generation: int = 1
+    directory: Path, point: Point, say: Callable[[str], object], first_generation: int = 1
 ) -> None:
     """Two ranks, two generations; every finished and committed version is announced."""
     store = SnapshotStore(directory, "job", "model").create()
@@ -166,6 +166,8 @@ def problems(directory: Path, committed: int) -> list[str]:
 
     inventory = store.examine()
     found = [f"damaged: {damaged.reason}" for damaged in inventory.damaged]
+    for generation, version in {(s.generation, s.version) for s in inventory.snapshots}:
+        found += store.reader(version, generation=generation).problems()
     selection = select_version({"node": inventory.snapshots}, check)
     found += [f"rejected: {r.reasons}" for r in selection.rejected if "no node holds" not in str(r)]
     chosen = selection.chosen

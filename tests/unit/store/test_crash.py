@@ -2,11 +2,18 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import TypedDict, cast
 
 SCENARIO = Path(__file__).with_name("crash_scenario.py")
 
 
-def run_scenario(*arguments: str) -> dict[str, list[int] | list[str] | int]:
+class Result(TypedDict):
+    runs: int
+    failures: list[str]
+    committed: list[int]
+
+
+def run_scenario(*arguments: str) -> Result:
     # A process of its own: it forks for every kill, which one with torch's threads must not do.
     done = subprocess.run(
         [sys.executable, "-W", "ignore", str(SCENARIO), *arguments],
@@ -16,7 +23,7 @@ def run_scenario(*arguments: str) -> dict[str, list[int] | list[str] | int]:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout)
+    return cast(Result, json.loads(done.stdout))
 
 
 def test_a_process_killed_at_any_write_or_rename_leaves_a_complete_older_version() -> None:

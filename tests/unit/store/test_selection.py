@@ -1,3 +1,4 @@
+import dataclasses
 import itertools
 import random
 
@@ -83,6 +84,19 @@ def test_all_holders_of_a_rank_are_kept_in_order() -> None:
     (found,) = world_versions(inventories)
     assert found.holders == {0: ("a", "b"), 1: ("a",)}
     assert found.committed
+
+
+def test_nodes_that_contradict_each_other_are_named_and_the_older_is_used() -> None:
+    good = [held(10, 0), held(10, 1)]
+    other_world = {"a": [*good, held(20, 0)], "b": [held(20, 1, world_size=4)]}
+    selection = select_version(other_world, nothing_wrong)
+    assert selection.chosen is not None
+    assert selection.chosen.version == 10
+    assert "rank 1 on b is of 4 ranks" in selection.rejected[0].reasons[0]
+    changed = dataclasses.replace(held(20, 1), digest="e")
+    other_bytes = {"a": [*good, held(20, 0), held(20, 1)], "b": [changed]}
+    selection = select_version(other_bytes, nothing_wrong)
+    assert selection.rejected[0].reasons == ("rank 1 differs on ('a', 'b')",)
 
 
 @pytest.mark.parametrize("seed", range(5))

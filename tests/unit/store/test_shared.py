@@ -393,6 +393,17 @@ def test_the_memory_of_a_slot_stays_where_it_is(store: SnapshotStore) -> None:
     assert all(old is new for old, new in zip(buffers, writer.buffers, strict=True))
 
 
+def test_entering_pages_ahead_changes_no_byte(
+    store: SnapshotStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_two(store)
+    monkeypatch.setattr("tenplex_megatron.store.pages._CHUNK_BYTES", 4096)
+    open_writer(store).close()
+    writer = open_writer(store)
+    writer.close()
+    assert store.reader(10).problems() == store.reader(20).problems() == ()
+
+
 def test_a_reader_copies_nothing(store: SnapshotStore) -> None:
     write_two(store)
     reader = store.reader(20)

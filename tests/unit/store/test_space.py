@@ -3,6 +3,7 @@ import errno
 import os
 import resource
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -35,8 +36,8 @@ def _pretend_small(monkeypatch: pytest.MonkeyPatch) -> None:
     fallocate = os.posix_fallocate
     taken: dict[int, int] = {}
 
-    def small_statvfs(path: object) -> os.statvfs_result:
-        values = list(statvfs(path))  # type: ignore[call-overload]
+    def small_statvfs(path: Path) -> os.statvfs_result:
+        values = list(statvfs(path))
         free = SMALL_BYTES - sum(taken.values())
         values[1], values[4] = 1, free
         return os.statvfs_result(values)
@@ -95,17 +96,13 @@ def test_a_version_that_can_not_be_finished_for_space_spares_the_older(
         writer.begin(version)
         writer.finish(version, {})
     writer.begin(30)
+    too_much = partial(writer.finish, 30, {"blob": bytes(2 * SMALL_BYTES)})
+    fail = too_much if small_directory.is_mount() else partial(_finish_without_space, writer)
     with pytest.raises(SpaceError, match=r"json: no space to write it"):
-        writer.finish(30, {"blob": bytes(2 * SMALL_BYTES)}) if _is_mount(
-            small_directory
-        ) else _finish_without_space(writer)
+        fail()
     assert [held.version for held in store.inventory()] == [20]
     writer.finish(30, {"blob": b""})
     assert [held.version for held in store.inventory()] == [20, 30]
-
-
-def _is_mount(directory: Path) -> bool:
-    return directory.is_mount()
 
 
 def _finish_without_space(writer: SnapshotWriter) -> None:

@@ -60,8 +60,7 @@ def test_false_zero_and_nothing_stay_what_they_are(value: object) -> None:
 
 def test_nan_and_infinity_are_written_as_words() -> None:
     assert through_json([math.inf, -math.inf]) == [math.inf, -math.inf]
-    (found,) = through_json((math.nan,))
-    assert math.isnan(found)
+    assert repr(through_json((math.nan,))) == "(nan,)"
 
 
 class Pair(NamedTuple):
