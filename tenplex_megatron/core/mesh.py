@@ -148,16 +148,16 @@ class ParallelLayout:
         unknown = sorted(set(values) - known)
         if unknown:
             raise LayoutError(f"layout has unknown fields {unknown}; known are {sorted(known)}")
-        sizes: dict[str, int] = {}
-        stages: tuple[int, ...] | None = None
-        for name, value in values.items():
-            if value is None and name in ("micro_batch_size", "stage_layers"):
-                continue
-            if name == "stage_layers" and isinstance(value, Sequence):
-                stages = tuple(_integer(name, size) for size in value)
-            else:
-                sizes[name] = _integer(name, value)
-        return cls(**sizes, stage_layers=stages)
+        stages = values.get("stage_layers")
+        if stages is not None and not isinstance(stages, Sequence):
+            raise LayoutError(f"layout field stage_layers: expected integers, got {stages!r}")
+        sizes = {
+            name: _integer(name, value)
+            for name, value in values.items()
+            if name != "stage_layers" and not (name == "micro_batch_size" and value is None)
+        }
+        layers = None if stages is None else tuple(_integer("stage_layers", n) for n in stages)
+        return cls(**sizes, stage_layers=layers)
 
     @property
     def world_size(self) -> int:
