@@ -4,6 +4,8 @@ import sys
 from pathlib import Path
 from typing import TypedDict, cast
 
+import pytest
+
 SCENARIO = Path(__file__).with_name("crash_scenario.py")
 
 
@@ -19,13 +21,14 @@ def run_scenario(*arguments: str) -> Result:
         [sys.executable, "-W", "ignore", str(SCENARIO), *arguments],
         capture_output=True,
         text=True,
-        timeout=55,
+        timeout=170,
         check=False,
     )
     assert done.returncode == 0, done.stderr
     return cast(Result, json.loads(done.stdout))
 
 
+@pytest.mark.timeout(180)  # seconds of work, but a busy machine stretches hundreds of forks
 def test_a_process_killed_at_any_write_or_rename_leaves_a_complete_older_version() -> None:
     result = run_scenario("points", "0")
     assert result["failures"] == []
