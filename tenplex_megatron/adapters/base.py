@@ -117,6 +117,11 @@ class StepObserver(ABC):
     def audits_samples(self) -> bool:
         """Whether sample ids should be reported."""
 
+    @property
+    @abstractmethod
+    def exit_code(self) -> int | None:
+        """The code to exit with once the training loop was left because `on_step` said so."""
+
 
 class ArgumentAdapter(ABC):
     """What a framework's command line says, without importing the framework."""

@@ -7,7 +7,7 @@ compute the same plan from that, check the digests of what they read, and carry 
 import json
 import logging
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import xxhash
@@ -23,13 +23,13 @@ from tenplex_megatron.core.collection import TensorCollection
 from tenplex_megatron.core.plan import ReshardPlan, Topology, plan_reshard
 from tenplex_megatron.core.region import Region
 from tenplex_megatron.core.tensors import Box, TensorSpec
-from tenplex_megatron.errors import LayoutError
+from tenplex_megatron.errors import LayoutError, StoreError
 from tenplex_megatron.execution.executor import Movement, Target, execute_plan
 from tenplex_megatron.store.base import TensorReader
 from tenplex_megatron.store.values import decode_value, encode_value
 from tenplex_megatron.transport.base import Transport
 
-__all__ = ["Restored", "Site", "restore_state"]
+__all__ = ["DamagedSnapshotError", "Restored", "Site", "restore_state"]
 
 logger = logging.getLogger(__name__)
 
@@ -85,7 +85,8 @@ def restore_state(
 
     Raises:
         LayoutError: source and target contradict each other, or a box has no holder.
-        StoreError: a box this rank reads does not match its digest.
+        DamagedSnapshotError: on every rank, when any rank read a box that does not match its
+            digest.
         TransportError: a peer is gone or silent.
     """
     clock = _Clock()
@@ -98,8 +99,10 @@ def restore_state(
     plan = plan_reshard(source, target, topology)
     _check_equal(plan, transport, timeout_s)
     clock.mark("plan")
-    if reader is not None:
-        _verify(plan, site.rank, reader)
+    damaged = () if reader is None else tuple(_damaged_ranks(plan, site.rank, reader))
+    (spread,) = transport.agree((len(damaged),), timeout_s=timeout_s)
+    if spread:
+        raise DamagedSnapshotError(reader.version if reader else -1, damaged)
     clock.mark("verify")
     movement = execute_plan(
         plan,
@@ -193,18 +196,33 @@ def _check_equal(plan: ReshardPlan, transport: Transport, timeout_s: float) -> N
         )
 
 
-def _verify(plan: ReshardPlan, rank: int, reader: TensorReader) -> None:
-    """Check every box this rank reads, each once, before a byte of the live state is touched."""
+class DamagedSnapshotError(StoreError):
+    """Some rank read a box that does not match its digest; nothing live was touched yet.
+
+    `ranks` are the old ranks whose files are damaged, as far as this rank has read them.
+    """
+
+    def __init__(self, version: int, ranks: tuple[int, ...]) -> None:
+        super().__init__(f"snapshot of step {version} is damaged (files of ranks {list(ranks)})")
+        self.ranks = ranks
+
+
+def _damaged_ranks(plan: ReshardPlan, rank: int, reader: TensorReader) -> Iterator[int]:
+    """Check every box this rank reads, each once; the old ranks whose files are damaged."""
     wanted: dict[int, dict[str, list[Region]]] = {}
     for transfer in plan.transfers:
         if transfer.sender_rank == rank:
             tensors = wanted.setdefault(transfer.source_rank, {})
             tensors.setdefault(transfer.tensor, []).append(transfer.region)
     for source_rank, tensors in wanted.items():
-        for number, stored in enumerate(reader.boxes(source_rank)):
-            regions = tensors.get(stored.tensor, ())
-            if any(stored.region.intersect(region) for region in regions):
-                reader.verify(source_rank, number)
+        try:
+            for number, stored in enumerate(reader.boxes(source_rank)):
+                regions = tensors.get(stored.tensor, ())
+                if any(stored.region.intersect(region) for region in regions):
+                    reader.verify(source_rank, number)
+        except StoreError as error:
+            logger.error("%s", error)
+            yield source_rank
 
 
 def _report_created(created: Sequence[Box]) -> None:

@@ -6,22 +6,46 @@ after every step on what is committed and whether to leave, and writes down what
 
 import json
 import logging
+import os
 from collections.abc import Mapping, Sequence
 
+from concurrent.futures import Future, ThreadPoolExecutor
+
 from tenplex_megatron.adapters.base import StepObserver, TrainingState
-from tenplex_megatron.config import ElasticPolicy
+from tenplex_megatron.adapters.registry import framework_adapter
+from tenplex_megatron.config import ElasticPolicy, load_policy
 from tenplex_megatron.core.mesh import Coordinates
 from tenplex_megatron.elastic.control import StepControl
 from tenplex_megatron.elastic.events import EventLog
 from tenplex_megatron.elastic.generation import GenerationSpec
-from tenplex_megatron.elastic.restore import Restored, Site, restore_state
+from tenplex_megatron.elastic.membership import HANDED_OVER, SNAPSHOT_DAMAGED
+from tenplex_megatron.elastic.restore import DamagedSnapshotError, Restored, Site, restore_state
 from tenplex_megatron.elastic.snapshot import Snapshotter
 from tenplex_megatron.store.shared import SnapshotStore
 from tenplex_megatron.transport.process_group import ProcessGroupTransport
 
-__all__ = ["ElasticSession"]
+__all__ = ["ElasticSession", "install", "was_used"]
 
 logger = logging.getLogger(__name__)
+
+_sessions: list["ElasticSession"] = []
+
+
+def install(spec: GenerationSpec) -> None:
+    """Hook this process into its framework; once, before the training script runs."""
+    if _sessions:
+        return
+    policy = load_policy(spec.policy)
+    rank = int(os.environ["RANK"])
+    control = StepControl(spec, policy) if rank == 0 else None
+    session = ElasticSession(spec, rank, policy, control)
+    framework_adapter(policy.framework).install(session)
+    _sessions.append(session)
+
+
+def was_used() -> bool:
+    """Whether the training script ever reached the hooks of this process."""
+    return any(session.was_used for session in _sessions)
 
 
 class ElasticSession(StepObserver):
@@ -50,7 +74,13 @@ class ElasticSession(StepObserver):
         self._snapshots: Snapshotter | None = None
         self._committed: int | None = None
         self._steps = 0
-        self.handed_over = False
+        self._exit_code: int | None = None
+        self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenplex-commit")
+
+    @property
+    def exit_code(self) -> int | None:
+        """See `StepObserver.exit_code`."""
+        return self._exit_code
 
     @property
     def audits_samples(self) -> bool:
@@ -110,9 +140,10 @@ class ElasticSession(StepObserver):
             self._commit(-behind)
             if change is not None and self._control is not None:
                 self._control.accept(change)
-            self.handed_over = True
+            self._exit_code = HANDED_OVER
             self._mark("handed_over", step=step)
             snapshots.close()
+            self._background.shutdown()
         elif step % self._policy.snapshot.every_steps == 0:
             snapshots.start(step, self._committed)
         return bool(leaves)
@@ -126,13 +157,19 @@ class ElasticSession(StepObserver):
             reader = self._store.open_existing().reader(
                 source.version, generation=source.generation
             )
-        restored = restore_state(
-            state,
-            self._site,
-            reader=reader,
-            transport=self._transport,
-            timeout_s=self._policy.timeouts.exchange_s,
-        )
+        try:
+            restored = restore_state(
+                state,
+                self._site,
+                reader=reader,
+                transport=self._transport,
+                timeout_s=self._policy.timeouts.exchange_s,
+            )
+        except DamagedSnapshotError as error:
+            for rank in error.ranks:
+                self._store.quarantine(source.version, generation=source.generation, rank=rank)
+            logger.warning("%s; an older version is used instead", error)
+            raise SystemExit(SNAPSHOT_DAMAGED) from error
         if reader is not None:
             reader.close()
         self._report(restored)
@@ -167,14 +204,24 @@ class ElasticSession(StepObserver):
         first = self._committed is None
         self._committed = version
         if self._site.speaks_for_node:
-            here = [rank for rank, node in enumerate(self._spec.nodes) if node == self._site.node]
-            self._store.commit(version, generation=self._spec.generation, ranks=here)
-            if first:
-                self._store.prune(self._spec.generation)
+            self._background.submit(self._record, version, first).add_done_callback(_log_failure)
+
+    def _record(self, version: int, first: bool) -> None:
+        here = [rank for rank, node in enumerate(self._spec.nodes) if node == self._site.node]
+        self._store.commit(version, generation=self._spec.generation, ranks=here)
+        if first:
+            self._store.prune(self._spec.generation)
 
     def _mark(self, kind: str, **values: object) -> None:
         if self._rank == 0:
             self._events.append(kind, self._spec.generation, **values)
+
+
+def _log_failure(done: Future[None]) -> None:
+    """A manifest that could not be written costs nothing: versions count by their indexes."""
+    error = done.exception()
+    if error is not None:
+        logger.warning("a snapshot could not be recorded as committed: %s", error)
 
 
 class _LossLog:

@@ -11,6 +11,7 @@ import logging
 import os
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
@@ -230,6 +231,14 @@ class SnapshotStore(TensorStore):
         for number in older:
             remove_tree(self._generation_path(number))
         return older
+
+    def quarantine(self, version: int, *, generation: int, rank: int) -> None:
+        """Take a rank's damaged version out of every later inventory; its files stay to be read."""
+        for entry in self._scan(generation).stored:
+            if (entry.index.version, entry.index.rank) == (version, rank):
+                index_path = entry.data_path.with_suffix(".json")
+                with suppress(FileNotFoundError):
+                    index_path.rename(index_path.with_suffix(".damaged"))
 
     def remove(self) -> None:
         """Remove everything this job holds on this node."""

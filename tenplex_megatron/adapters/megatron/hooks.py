@@ -1,6 +1,6 @@
 """Where does Megatron's training loop call us?
 
-Five names of `megatron.training` are wrapped; they are looked up as module globals at every call,
+Six names of `megatron.training` are wrapped; they are looked up as module globals at every call,
 so setting the attribute is enough, and they have held from core_v0.12 to core_v0.19 (see
 `compat.py`).  The wrappers pass every argument through.
 """
@@ -32,6 +32,7 @@ class MegatronAdapter(FrameworkAdapter):
         _wrap(training, "setup_model_and_optimizer", self._build(observer))
         _wrap(training, "train_step", self._keep_losses)
         _wrap(training, "checkpoint_and_decide_exit", self._step(observer))
+        _wrap(training, "train", self._leave(observer))
         if observer.audits_samples:
             _audit_samples(observer)
 
@@ -75,6 +76,20 @@ class MegatronAdapter(FrameworkAdapter):
             return observer.on_step(state.step, self._losses) or leaves
 
         return step
+
+    @staticmethod
+    def _leave(observer: StepObserver) -> Callable[..., Any]:
+        """Megatron finishes its own work (checkpoints, trackers), then leaves with exit code 0."""
+
+        def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            try:
+                return original(*args, **kwargs)
+            except SystemExit:
+                if observer.exit_code is not None:
+                    raise SystemExit(observer.exit_code) from None
+                raise
+
+        return train
 
 
 def _wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
