@@ -138,6 +138,8 @@ install setuptools torch numpy packaging psutil py-cpuinfo
 say "2/2 tenplex-megatron with its tools and DeepSpeed"
 # DeepSpeed comes as source and asks torch at build time; its kernels are not built ahead.
 DS_BUILD_OPS=0 install --no-build-isolation -e ".[dev,deepspeed]"
+# The frameworks' first import would otherwise compile them in every rank, with warnings.
+"$python" -W ignore -m compileall -q .venv/lib/python3*/site-packages/{megatron,deepspeed} || true
 
 fingerprint "$python" >"$stamp"
 say "done in $((SECONDS - started)) s; activate with: source .venv/bin/activate"

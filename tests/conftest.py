@@ -28,11 +28,11 @@ settings.load_profile("same_on_every_run")
 
 TESTS = Path(__file__).parent
 MARK_AND_TIMEOUT_S = {
-    "unit": ("unit", 60),
-    "oracle": ("unit", 60),
-    "golden": ("unit", 60),
-    "dist": ("dist", 120),
-    "end_to_end": ("slow", 600),
+    "unit": ("unit", 120),
+    "oracle": ("unit", 120),
+    "golden": ("unit", 120),
+    "dist": ("dist", 180),
+    "end_to_end": ("slow", 900),
 }
 GRACE_S = 3.0
 

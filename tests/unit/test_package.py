@@ -72,3 +72,31 @@ def test_a_module_lists_its_public_names(path: Path) -> None:
     listed = ast.literal_eval(assigned["__all__"]) if "__all__" in assigned else []
     assert public <= set(listed)
     assert len(listed) == len(set(listed))
+
+
+@pytest.mark.parametrize("script", ["setup.sh", "test.sh"])
+def test_a_shell_script_explains_itself_and_refuses_what_it_does_not_know(script: str) -> None:
+    def run(argument: str) -> subprocess.CompletedProcess[str]:
+        command = ["bash", str(ROOT / "scripts" / script), argument]
+        return subprocess.run(command, capture_output=True, text=True, check=False)
+
+    explained, refused = run("--help"), run("--no-such-thing")
+    assert (explained.returncode, explained.stdout.split()[0]) == (0, "Usage:")
+    assert (refused.returncode, refused.stdout) == (2, "")
+    assert f"{script}: unknown argument '--no-such-thing'" in refused.stderr
+
+
+def test_set_up_says_in_one_sentence_that_no_python_is_new_enough(tmp_path: Path) -> None:
+    (tmp_path / "scripts").mkdir()
+    for name in ("pyproject.toml", "constraints.txt", "scripts/setup.sh"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    run = subprocess.run(
+        ["bash", str(tmp_path / "scripts" / "setup.sh")],
+        env={"PATH": "/usr/bin:/bin", "TENPLEX_PYTHON": "/no/such/python"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert run.returncode == 1
+    assert "no Python >= 3.12 found: tried /no/such/python" in run.stderr
+    assert "TENPLEX_PYTHON=" in run.stderr
