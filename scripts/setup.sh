@@ -41,7 +41,7 @@ is_new_enough() {
 }
 
 find_python() {
-    local candidate version pyenv_root=${PYENV_ROOT:-$HOME/.pyenv}
+    local candidate version pyenv_root=${PYENV_ROOT:-${HOME:-}/.pyenv}
     local candidates=()
     if [[ -n ${TENPLEX_PYTHON:-} ]]; then
         candidates=("$TENPLEX_PYTHON")
