@@ -10,8 +10,9 @@ import resource
 import sys
 import time
 from collections import defaultdict
+from pathlib import Path
 from types import SimpleNamespace, TracebackType
-from typing import Any
+from typing import Any, Self
 
 import torch
 
@@ -66,7 +67,7 @@ class Stream:
         event.record(self)
         return event
 
-    def __enter__(self) -> "Stream":
+    def __enter__(self) -> Self:
         """Make this the current stream, as it always is."""
         return self
 
@@ -245,12 +246,13 @@ def _properties(_device: Any = None) -> SimpleNamespace:
 
 
 def _resident_bytes(_device: Any = None) -> int:
-    with open("/proc/self/statm", encoding="ascii") as statm:
-        return int(statm.read().split()[1]) * _PAGE_BYTES
+    return int(Path("/proc/self/statm").read_text("ascii").split()[1]) * _PAGE_BYTES
 
 
 def _peak_bytes(_device: Any = None) -> int:
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KILOBYTE
+    # The kernel updates the peak less often than the current size.
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * _KILOBYTE
+    return max(peak, _resident_bytes())
 
 
 def _memory_info(_device: Any = None) -> tuple[int, int]:
@@ -276,4 +278,3 @@ def _silent_nvtx() -> dict[str, Any]:
         "range_push": _nothing,
         "range_start": lambda *_a, **_k: 0,
     }
-

@@ -27,12 +27,13 @@ _ENVIRONMENT = {
     # Megatron asks for it whenever tensor parallelism meets a device older than Blackwell.
     "CUDA_DEVICE_MAX_CONNECTIONS": "1",
 }
-_installed: Patches | None = None
+_RANDOM_LOGGER = logging.getLogger("megatron.core.tensor_parallel.random")
+_active: list[Patches] = []
 
 
 def is_installed() -> bool:
     """Whether this process uses the host in place of CUDA."""
-    return _installed is not None
+    return bool(_active)
 
 
 def install() -> None:
@@ -41,8 +42,7 @@ def install() -> None:
     Raises:
         ConfigError: A CUDA device exists and `TENPLEX_CPU=force` is not set.
     """
-    global _installed
-    if _installed is not None:
+    if _active:
         return
     _refuse_beside_cuda()
     patches = Patches()
@@ -51,19 +51,17 @@ def install() -> None:
     patch_tensors(patches)
     patch_runtime(patches)
     _disable_dynamo(patches)
-    logging.getLogger("megatron.core.tensor_parallel.random").addFilter(_one_generator)
-    _installed = patches
+    _RANDOM_LOGGER.addFilter(_one_generator)
+    _active.append(patches)
     if os.environ.get("RANK", "0") == "0":
         logger.warning("CPU STAND-IN FOR CUDA IS ON: everything runs on the host, over gloo")
 
 
 def uninstall() -> None:
     """Give `torch` its own functions back; objects made meanwhile stay what they are."""
-    global _installed
-    if _installed is not None:
-        _installed.restore()
-        logging.getLogger("megatron.core.tensor_parallel.random").removeFilter(_one_generator)
-        _installed = None
+    while _active:
+        _active.pop().restore()
+        _RANDOM_LOGGER.removeFilter(_one_generator)
 
 
 def _count_cuda_devices() -> int:

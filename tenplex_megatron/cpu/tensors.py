@@ -53,7 +53,7 @@ _FACTORIES = (
     "zeros_like",
 )
 _NEW_METHODS = ("new", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_tensor")
-_TYPE_NAMES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
+_TYPES = ("BFloat16", "Bool", "Byte", "Char", "Double", "Float", "Half", "Int", "Long", "Short")
 
 
 def host_device(device: Any) -> Any:
@@ -84,7 +84,7 @@ def patch_tensors(patches: Patches) -> None:
     patches.set(torch.Tensor, "record_stream", _ignore)
     context = torch_device_context.DeviceContext
     patches.set(context, "__init__", _context_on_host(context.__init__))
-    for kind in _TYPE_NAMES:
+    for kind in _TYPES:
         patches.set(torch.cuda, f"{kind}Tensor", getattr(torch, f"{kind}Tensor"))
 
 
