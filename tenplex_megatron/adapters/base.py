@@ -60,6 +60,11 @@ class TrainingState(ABC):
     Built once per generation, after the framework has built model and optimizer.
     """
 
+    @property
+    @abstractmethod
+    def global_batch_size(self) -> int:
+        """Samples per training step, over all ranks."""
+
     @abstractmethod
     def pieces(self, stored: Mapping[str, TensorSpec] | None = None) -> tuple[Piece, ...]:
         """Every box this rank holds or needs, sorted by tensor and region; no bytes are copied.
@@ -145,6 +150,10 @@ class ArgumentAdapter(ABC):
             allowed: every layout the policy allows; what must stay equal over all of them (the
                 padded vocabulary) is derived from these.
         """
+
+    @abstractmethod
+    def device_arguments(self, device: str) -> list[str]:
+        """Flags to append so that the framework keeps to what `device` ("cuda", "cpu") can do."""
 
     @abstractmethod
     def identity(self, argv: Sequence[str]) -> str:

@@ -108,7 +108,9 @@ class ElasticSession(StepObserver):
             boxes=[piece.box for piece in pieces],
         )
         self._snapshots = Snapshotter(state, pieces, writer)
-        self._mark("imported" if self._spec.source else "ready")
+        self._mark(
+            "imported" if self._spec.source else "ready", batch_size=state.global_batch_size
+        )
 
     def before_update(self) -> None:
         """See `StepObserver.before_update`."""
@@ -135,6 +137,7 @@ class ElasticSession(StepObserver):
         )
         self._commit(-behind)
         if leaves:
+            self._mark("leaving", step=step)
             snapshots.start(step, self._committed)
             (behind,) = transport.agree((-snapshots.wait(),), timeout_s=timeout_s)
             self._commit(-behind)

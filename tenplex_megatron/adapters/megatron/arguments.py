@@ -39,6 +39,21 @@ LAYOUT_FLAGS = {
 }
 """Flags that do not change what is trained, with their number of values."""
 
+CPU_FLAGS = (
+    "--distributed-backend=gloo",
+    "--transformer-impl=local",
+    "--use-cpu-initialization",
+    "--attention-backend=unfused",
+    "--no-gradient-accumulation-fusion",
+    "--no-masked-softmax-fusion",
+    "--no-bias-gelu-fusion",
+    "--no-bias-swiglu-fusion",
+    "--no-bias-dropout-fusion",
+    "--no-persist-layer-norm",
+    "--no-rope-fusion",
+)
+"""Flags that keep Megatron on operations that exist without CUDA."""
+
 
 class MegatronArguments(ArgumentAdapter):
     """Megatron-LM's flags, core_v0.12 and newer."""
@@ -91,6 +106,10 @@ class MegatronArguments(ArgumentAdapter):
         if layout.stage_layers is not None:
             flags.append(f"--pipeline-model-parallel-layout={_stages(layout.stage_layers)}")
         return flags
+
+    def device_arguments(self, device: str) -> list[str]:
+        """See `ArgumentAdapter.device_arguments`."""
+        return list(CPU_FLAGS) if device == "cpu" else []
 
     def identity(self, argv: Sequence[str]) -> str:
         """See `ArgumentAdapter.identity`: all flags but those that say where and how fast."""

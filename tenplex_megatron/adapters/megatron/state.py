@@ -59,6 +59,11 @@ class MegatronState(TrainingState):
         self._tensors: ModelTensors = describe_model(self._model, _metadata())
         self._fixed = tuple(sorted(self._describe(), key=lambda piece: piece.box))
 
+    @property
+    def global_batch_size(self) -> int:
+        """See `TrainingState.global_batch_size`."""
+        return int(self._args.global_batch_size)
+
     def pieces(self, stored: Mapping[str, TensorSpec] | None = None) -> tuple[Piece, ...]:
         """See `TrainingState.pieces`; masters and moments are views, random streams are copies."""
         self._capture_random()
