@@ -8,6 +8,7 @@ this module decides at start: the layout from the policy and the number of ranks
 newest complete snapshot in the nodes' stores.
 """
 
+import importlib
 import os
 import sys
 from pathlib import Path
@@ -42,11 +43,10 @@ def install() -> None:
     path = policy_path(sys.argv[1:])
     if path is None:
         return
-    # Imported here: a script without the flag must not pay for torch.
-    from tenplex_megatron.elastic.standalone import install_under_torchrun
-
     if "TENPLEX_GENERATION" not in os.environ:
-        install_under_torchrun(path)
+        # Imported late: a script without the flag must not pay for torch.
+        standalone = importlib.import_module("tenplex_megatron.elastic.standalone")
+        standalone.install_under_torchrun(path)
 
 
 install()

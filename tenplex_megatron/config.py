@@ -68,9 +68,13 @@ class AuditPolicy:
 
     samples: bool = False
     """Record the ids of the samples of every global batch in samples-*.jsonl."""
+    state: bool = False
+    """Record fingerprints of all state before and after every planned change in events.jsonl."""
 
     def __post_init__(self) -> None:
-        _require(isinstance(self.samples, bool), "samples", "true or false", self.samples)
+        for name in ("samples", "state"):
+            value = getattr(self, name)
+            _require(isinstance(value, bool), name, "true or false", value)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

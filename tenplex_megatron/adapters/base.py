@@ -8,6 +8,7 @@ exists and at each step (`StepObserver`).  Adapters translate; no algorithm live
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -16,9 +17,17 @@ from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.errors import LayoutError
 from tenplex_megatron.planner.choose import ModelLimits
 
-__all__ = ["ArgumentAdapter", "FrameworkAdapter", "Json", "Piece", "StepObserver", "TrainingState"]
+__all__ = [
+    "ArgumentAdapter",
+    "FrameworkAdapter",
+    "Piece",
+    "Progress",
+    "StepObserver",
+    "TrainingState",
+]
 
-type Json = None | bool | int | float | str | list["Json"] | dict[str, "Json"]
+type Progress = dict[str, Any]
+"""Plain values by name: what JSON holds, tuples and non-finite numbers."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -26,12 +35,14 @@ class Piece:
     """One box of the collection and the memory it lives in on this rank.
 
     `flat` is a 1-D contiguous view of exactly `box.region.numel` elements, in the row-major order
-    of the box.  Writing to it changes the framework's own tensor.
+    of the box.  Writing to it changes the framework's own tensor.  `is_local` marks state of a
+    place in the layout (random streams), which another layout does not have.
     """
 
     spec: TensorSpec
     box: Box
     flat: torch.Tensor
+    is_local: bool = False
 
     def __post_init__(self) -> None:
         if self.flat.dim() != 1 or self.flat.numel() != self.box.region.numel:
@@ -79,11 +90,11 @@ class TrainingState(ABC):
         """Bring memory that is a copy (random streams) up to date, before a snapshot."""
 
     @abstractmethod
-    def progress(self) -> dict[str, Json]:
+    def progress(self) -> Progress:
         """What is not a tensor: step, schedule, samples, scalers.  JSON, exact."""
 
     @abstractmethod
-    def load_progress(self, progress: Sequence[Mapping[str, Json]]) -> int:
+    def load_progress(self, progress: Sequence[Progress]) -> int:
         """Set what is not a tensor from the progress of all ranks of the snapshot.
 
         Returns:

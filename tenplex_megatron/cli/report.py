@@ -6,6 +6,10 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from matplotlib.figure import Figure
+from rich.console import Console
+from rich.table import Table
+
 from tenplex_megatron.elastic.report import (
     PHASES,
     ChangeReport,
@@ -85,9 +89,6 @@ def _compare_samples(
 
 
 def _print_table(changes: Sequence[ChangeReport]) -> None:
-    from rich.console import Console
-    from rich.table import Table
-
     table = Table(title="changes of layout")
     for name in ("after step", "from", "to", "cause", "steps lost", "held", "moved", "least"):
         table.add_column(name, overflow="fold")
@@ -125,12 +126,8 @@ def _print_summary(values: Mapping[str, Any], out: Path | None) -> None:
 
 
 def _plot(path: Path, elastic: Run, changes: Sequence[ChangeReport], baseline: Run | None) -> None:
-    import matplotlib as mpl
-
-    mpl.use("Agg")
-    from matplotlib import pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(9, 5), layout="constrained")
+    figure = Figure(figsize=(9, 5), layout="constrained")
+    axes = figure.subplots()
     if baseline is not None:
         steps, losses = zip(*sorted(baseline.losses.items()), strict=True)
         axes.plot(steps, losses, color="0.6", linewidth=5, label="uninterrupted")
@@ -148,4 +145,3 @@ def _plot(path: Path, elastic: Run, changes: Sequence[ChangeReport], baseline: R
     axes.set_ylabel("loss")
     axes.legend(loc="lower left")
     figure.savefig(path, dpi=130)
-    plt.close(figure)

@@ -4,6 +4,7 @@ Pure: reads the lines that agents and workers appended to the run folders, and c
 lasts from the moment its predecessor was finished on the last node.
 """
 
+import itertools
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -92,8 +93,7 @@ def summarise_changes(run: Run) -> tuple[ChangeReport, ...]:
     decided = {event["generation"]: event for event in run.events if event["kind"] == "decided"}
     finished = [g for g in sorted(decided) if _find(run, g, "first_step") is not None]
     return tuple(
-        _change(run, decided, before, after)
-        for before, after in zip(finished, finished[1:], strict=False)
+        _change(run, decided, before, after) for before, after in itertools.pairwise(finished)
     )
 
 

@@ -9,10 +9,11 @@ import logging
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import cast
 
 import xxhash
 
-from tenplex_megatron.adapters.base import Json, Piece, TrainingState
+from tenplex_megatron.adapters.base import Progress, TrainingState
 from tenplex_megatron.core.codec import (
     canonical,
     collection_from_json,
@@ -25,6 +26,7 @@ from tenplex_megatron.core.region import Region
 from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.errors import LayoutError, StoreError
 from tenplex_megatron.execution.executor import Movement, Target, execute_plan
+from tenplex_megatron.execution.verify import gather_collection
 from tenplex_megatron.store.base import TensorReader
 from tenplex_megatron.store.values import decode_value, encode_value
 from tenplex_megatron.transport.base import Transport
@@ -92,7 +94,12 @@ def restore_state(
     clock = _Clock()
     specs, holdings, progress = _gather_source(site, reader, transport, timeout_s)
     pieces = state.pieces(specs)
-    target = _gather_target(pieces, transport, timeout_s)
+    target = gather_collection(
+        {piece.spec.name: piece.spec for piece in pieces},
+        [piece.box for piece in pieces],
+        transport,
+        timeout_s=timeout_s,
+    )
     clock.mark("describe")
     source = TensorCollection(specs, holdings)
     topology = Topology(site.source_nodes, dict(enumerate(site.nodes)))
@@ -135,9 +142,9 @@ type _Holdings = dict[int, tuple[Box, ...]]
 
 def _gather_source(
     site: Site, reader: TensorReader | None, transport: Transport, timeout_s: float
-) -> tuple[dict[str, TensorSpec], _Holdings, list[dict[str, Json]]]:
+) -> tuple[dict[str, TensorSpec], _Holdings, list[Progress]]:
     """What the stores of all nodes hold: specs, boxes by old rank, progress in rank order."""
-    mine: dict[str, Json] = {}
+    mine: Progress = {}
     if reader is not None and site.speaks_for_node:
         ranks = [rank for rank in reader.ranks if site.source_nodes.get(rank) == site.node]
         held = {rank: tuple(stored.box for stored in reader.boxes(rank)) for rank in ranks}
@@ -147,7 +154,7 @@ def _gather_source(
         }
     specs: dict[str, TensorSpec] = {}
     holdings: _Holdings = {}
-    progress: dict[int, dict[str, Json]] = {}
+    progress: dict[int, Progress] = {}
     for row in transport.gather(canonical(mine).encode(), timeout_s=timeout_s):
         entry = json.loads(row)
         if not entry:
@@ -156,27 +163,10 @@ def _gather_source(
         _add_specs(specs, part.tensors)
         holdings.update(part.holdings)
         for rank, values in entry["progress"].items():
-            progress[int(rank)] = decode_value(values)
+            progress[int(rank)] = cast(Progress, decode_value(values))
     if not holdings:
         raise LayoutError("no node of this generation holds any part of the chosen snapshot")
     return specs, holdings, [progress[rank] for rank in sorted(progress)]
-
-
-def _gather_target(
-    pieces: Sequence[Piece], transport: Transport, timeout_s: float
-) -> TensorCollection:
-    """What every rank of the new generation needs."""
-    mine = TensorCollection(
-        {piece.spec.name: piece.spec for piece in pieces}, {0: tuple(p.box for p in pieces)}
-    )
-    rows = transport.gather(canonical(collection_to_json(mine)).encode(), timeout_s=timeout_s)
-    specs: dict[str, TensorSpec] = {}
-    holdings: _Holdings = {}
-    for rank, row in enumerate(rows):
-        part = collection_from_json(json.loads(row))
-        _add_specs(specs, part.tensors)
-        holdings[rank] = part.holdings[0]
-    return TensorCollection(specs, holdings)
 
 
 def _add_specs(known: dict[str, TensorSpec], more: Mapping[str, TensorSpec]) -> None:
@@ -221,7 +211,7 @@ def _damaged_ranks(plan: ReshardPlan, rank: int, reader: TensorReader) -> Iterat
                 if any(stored.region.intersect(region) for region in regions):
                     reader.verify(source_rank, number)
         except StoreError as error:
-            logger.error("%s", error)
+            logger.warning("%s", error)
             yield source_rank
 
 

@@ -8,10 +8,10 @@ import json
 import logging
 import os
 from collections.abc import Mapping, Sequence
-
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
 
-from tenplex_megatron.adapters.base import StepObserver, TrainingState
+from tenplex_megatron.adapters.base import Piece, StepObserver, TrainingState
 from tenplex_megatron.adapters.registry import framework_adapter
 from tenplex_megatron.config import ElasticPolicy, load_policy
 from tenplex_megatron.core.mesh import Coordinates
@@ -21,6 +21,8 @@ from tenplex_megatron.elastic.generation import GenerationSpec
 from tenplex_megatron.elastic.membership import HANDED_OVER, SNAPSHOT_DAMAGED
 from tenplex_megatron.elastic.restore import DamagedSnapshotError, Restored, Site, restore_state
 from tenplex_megatron.elastic.snapshot import Snapshotter
+from tenplex_megatron.execution.executor import Target
+from tenplex_megatron.execution.verify import fingerprint_state, gather_collection
 from tenplex_megatron.store.shared import SnapshotStore
 from tenplex_megatron.transport.process_group import ProcessGroupTransport
 
@@ -74,6 +76,7 @@ class ElasticSession(StepObserver):
         self._snapshots: Snapshotter | None = None
         self._committed: int | None = None
         self._steps = 0
+        self._audit: _StateAudit | None = None
         self._exit_code: int | None = None
         self._background = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenplex-commit")
 
@@ -99,18 +102,20 @@ class ElasticSession(StepObserver):
         if self._spec.source is not None:
             self._import(state)
         pieces = state.pieces()
+        layout: Any = self._spec.layout.to_json()
         writer = self._store.create().writer(
             self._rank,
             len(self._spec.nodes),
             generation=self._spec.generation,
-            layout=self._spec.layout.to_json(),
+            layout=layout,
             specs={piece.spec.name: piece.spec for piece in pieces},
             boxes=[piece.box for piece in pieces],
         )
         self._snapshots = Snapshotter(state, pieces, writer)
-        self._mark(
-            "imported" if self._spec.source else "ready", batch_size=state.global_batch_size
-        )
+        if self._policy.audit.state:
+            self._audit = _StateAudit(pieces, self._rank, self._transport, self._policy)
+            self._mark("fingerprint", tensors=self._audit.fingerprint(), when="arrival")
+        self._mark("imported" if self._spec.source else "ready", batch_size=state.global_batch_size)
 
     def before_update(self) -> None:
         """See `StepObserver.before_update`."""
@@ -138,6 +143,8 @@ class ElasticSession(StepObserver):
         self._commit(-behind)
         if leaves:
             self._mark("leaving", step=step)
+            if self._audit is not None:
+                self._mark("fingerprint", tensors=self._audit.fingerprint(), when="departure")
             snapshots.start(step, self._committed)
             (behind,) = transport.agree((-snapshots.wait(),), timeout_s=timeout_s)
             self._commit(-behind)
@@ -152,8 +159,9 @@ class ElasticSession(StepObserver):
         return bool(leaves)
 
     def _import(self, state: TrainingState) -> None:
-        assert self._spec.source is not None and self._transport is not None
         source = self._spec.source
+        assert source is not None
+        assert self._transport is not None
         here = self._site.node in self._site.source_nodes.values()
         reader = None
         if here:
@@ -225,6 +233,37 @@ def _log_failure(done: Future[None]) -> None:
     error = done.exception()
     if error is not None:
         logger.warning("a snapshot could not be recorded as committed: %s", error)
+
+
+class _StateAudit:
+    """Fingerprints of what every layout shares: masters, moments and buffers; no random streams."""
+
+    def __init__(
+        self,
+        pieces: Sequence[Piece],
+        rank: int,
+        transport: ProcessGroupTransport,
+        policy: ElasticPolicy,
+    ) -> None:
+        shared = [piece for piece in pieces if not piece.is_local]
+        self._targets = [Target(piece.box, piece.flat) for piece in shared]
+        self._rank, self._transport = rank, transport
+        self._timeout_s = policy.timeouts.exchange_s
+        self._collection = gather_collection(
+            {piece.spec.name: piece.spec for piece in shared},
+            [piece.box for piece in shared],
+            transport,
+            timeout_s=self._timeout_s,
+        )
+
+    def fingerprint(self) -> dict[str, int]:
+        return fingerprint_state(
+            self._collection,
+            self._rank,
+            self._targets,
+            self._transport,
+            timeout_s=self._timeout_s,
+        )
 
 
 class _LossLog:

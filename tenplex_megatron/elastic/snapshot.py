@@ -11,7 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
-from tenplex_megatron.adapters.base import Json, Piece, TrainingState
+from tenplex_megatron.adapters.base import Piece, Progress, TrainingState
 from tenplex_megatron.store.base import TensorWriter
 
 __all__ = ["Snapshotter"]
@@ -28,7 +28,9 @@ class Snapshotter:
         writer: where they go.
     """
 
-    def __init__(self, state: TrainingState, pieces: tuple[Piece, ...], writer: TensorWriter) -> None:
+    def __init__(
+        self, state: TrainingState, pieces: tuple[Piece, ...], writer: TensorWriter
+    ) -> None:
         self._state = state
         self._sources = [piece.as_bytes() for piece in pieces]
         self._writer = writer
@@ -84,6 +86,6 @@ class Snapshotter:
             torch.frombuffer(view, dtype=torch.uint8).copy_(source)
         return time.monotonic() - started
 
-    def _finish(self, version: int, progress: dict[str, Json]) -> int:
+    def _finish(self, version: int, progress: Progress) -> int:
         self._writer.finish(version, progress)
         return version

@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from pathlib import Path
 
-from torch.distributed import PrefixStore, TCPStore
+from torch._C._distributed_c10d import PrefixStore, TCPStore
 
+from tenplex_megatron import cpu
 from tenplex_megatron.adapters.registry import argument_adapter
 from tenplex_megatron.config import ElasticPolicy, load_policy
 from tenplex_megatron.core.mesh import ParallelLayout
@@ -49,8 +50,6 @@ def install_under_torchrun(policy_path: Path) -> None:
         )
     policy = load_policy(policy_path)
     if policy.device == "cpu":
-        from tenplex_megatron import cpu
-
         cpu.install()
     adapter = argument_adapter(policy.framework)
     argv = sys.argv[1:]
@@ -107,9 +106,7 @@ def _source(chosen: WorldVersion | None) -> Source | None:
     return Source(chosen.version, chosen.generation, chosen.world_size, chosen.nodes)
 
 
-def _exchange(
-    node: str, mine: Sequence[RankSnapshot]
-) -> Mapping[str, Sequence[RankSnapshot]]:
+def _exchange(node: str, mine: Sequence[RankSnapshot]) -> Mapping[str, Sequence[RankSnapshot]]:
     """What every node's store holds, through the store that torchrun already runs."""
     nodes = int(os.environ["GROUP_WORLD_SIZE"])
     if nodes == 1:

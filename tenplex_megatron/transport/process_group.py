@@ -91,9 +91,7 @@ class ProcessGroupTransport(Transport):
                 f"rank {self._rank} of {self._size}: gathering {len(payload)} bytes from every "
                 f"rank failed within {timeout_s} s: {error}"
             ) from error
-        return [
-            row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)
-        ]
+        return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
 
     def agree(self, values: Sequence[int], *, timeout_s: float) -> list[int]:
         """See `Transport.agree`."""

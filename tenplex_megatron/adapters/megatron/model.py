@@ -8,6 +8,7 @@ No tensor name has a meaning here.
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
@@ -79,13 +80,19 @@ def describe_model(chunks: Sequence[torch.nn.Module], metadata: dict[str, object
     tensors: dict[int, tuple[torch.Tensor, tuple[ModelPart, ...]]] = {}
     objects: list[ShardedObject] = []
     for chunk in chunks:
-        for entry in nested_values(chunk.sharded_state_dict(metadata=metadata)):
+        described: Any = chunk
+        for entry in nested_values(described.sharded_state_dict(metadata=metadata)):
             if isinstance(entry, ShardedObject):
                 objects.append(entry)
-            elif isinstance(entry, ShardedTensor | ShardedTensorFactory):
-                if entry.data is not None and entry.data.numel():
-                    tensors[id(entry.data)] = (entry.data, tuple(_parts(entry)))
+            elif _has_data(entry):
+                tensors[id(entry.data)] = (entry.data, tuple(_parts(entry)))
     return ModelTensors(tuple(tensors.values()), tuple(objects))
+
+
+def _has_data(entry: object) -> bool:
+    if not isinstance(entry, ShardedTensor | ShardedTensorFactory):
+        return False
+    return entry.data is not None and entry.data.numel() > 0
 
 
 def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ModelPart]:
@@ -102,7 +109,7 @@ def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ModelPart]:
     for part in built:
         offset = part.data.data_ptr() - whole.data_ptr()
         start, remainder = divmod(offset, whole.element_size())
-        inside = 0 <= start and start + part.data.numel() <= whole.numel() and not remainder
+        inside = start >= 0 and start + part.data.numel() <= whole.numel() and not remainder
         if not inside or not part.data.is_contiguous():
             raise UnsupportedLayoutError(
                 f"{part.key}: the factory of {entry.key} copies or reorders its tensor, so its "

@@ -19,7 +19,6 @@ from megatron.core.optimizer.optimizer import (
     param_group_identifier_keys,
 )
 
-from tenplex_megatron.adapters.base import Json
 from tenplex_megatron.errors import LayoutError, UnsupportedLayoutError
 
 __all__ = [
@@ -139,14 +138,14 @@ def _same_size(master: torch.Tensor, state: Mapping[str, Any]) -> dict[str, torc
     return found
 
 
-def optimizer_progress(optimizer: MegatronOptimizer) -> list[Json]:
+def optimizer_progress(optimizer: MegatronOptimizer) -> list[Any]:
     """Per chained optimizer: loss scaler, parameter-group values and Adam's step.
 
     A rank whose shard is empty has no step; the ranks' answers are merged at import.
     """
-    progress: list[Json] = []
+    progress: list[Any] = []
     for member in chain(optimizer):
-        groups: dict[str, Json] = {}
+        groups: dict[str, Any] = {}
         for group in member.optimizer.param_groups:
             values = {key: _plain(value) for key, value in group.items() if key != "params"}
             groups[_group_name(group)] = values
@@ -180,7 +179,7 @@ def _group_name(group: Mapping[str, Any]) -> str:
     return repr([_plain(value) for value in values])
 
 
-def _plain(value: Any) -> Json:
+def _plain(value: Any) -> Any:
     if isinstance(value, torch.Tensor):
         return float(value) if value.numel() == 1 else [float(item) for item in value.view(-1)]
     if isinstance(value, tuple | list):
@@ -190,7 +189,7 @@ def _plain(value: Any) -> Json:
     return repr(value)
 
 
-def _scaler_state(scaler: Any) -> Json:
+def _scaler_state(scaler: Any) -> Any:
     return {key: _plain(value) for key, value in scaler.state_dict().items()}
 
 
@@ -226,9 +225,9 @@ def load_optimizer_progress(
             _load_scaler(scaler, scalers[0])
 
 
-def _merge(all_groups: Any) -> dict[str, dict[str, Json]]:
+def _merge(all_groups: Any) -> dict[str, dict[str, Any]]:
     """One dict per parameter group; a rank with nothing in a group may lack values others have."""
-    merged: dict[str, dict[str, Json]] = {}
+    merged: dict[str, dict[str, Any]] = {}
     for groups in all_groups:
         for name, values in groups.items():
             target = merged.setdefault(name, {})
@@ -243,7 +242,7 @@ def _merge(all_groups: Any) -> dict[str, dict[str, Json]]:
     return merged
 
 
-def _load_group(group: dict[str, Any], groups: Mapping[str, Mapping[str, Json]]) -> None:
+def _load_group(group: dict[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> None:
     name = _group_name(group)
     if name not in groups:
         raise LayoutError(
@@ -289,4 +288,5 @@ def refresh_model(optimizer: MegatronOptimizer, chunks: Sequence[torch.nn.Module
             member._copy_main_params_to_model_params()
     if distributed:
         for chunk in chunks:
-            chunk.start_param_sync(force_sync=True)
+            wrapped: Any = chunk
+            wrapped.start_param_sync(force_sync=True)

@@ -93,7 +93,7 @@ def _python_from_bytes(data: bytes) -> None:
 
 
 def _numpy_to_bytes() -> bytes:
-    kind, words, position, has_gauss, gauss = np.random.get_state()  # noqa: NPY002 - Megatron's own
+    kind, words, position, has_gauss, gauss = np.random.get_state()
     assert kind == "MT19937"
     return struct.pack(f"<iid{NUMPY_WORDS}I", position, has_gauss, gauss, *words)
 
@@ -101,4 +101,4 @@ def _numpy_to_bytes() -> bytes:
 def _numpy_from_bytes(data: bytes) -> None:
     position, has_gauss, gauss, *words = struct.unpack(f"<iid{NUMPY_WORDS}I", data)
     state = ("MT19937", np.array(words, dtype=np.uint32), position, has_gauss, gauss)
-    np.random.set_state(state)  # noqa: NPY002 - Megatron's own stream
+    np.random.set_state(state)

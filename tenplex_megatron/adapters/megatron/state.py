@@ -9,13 +9,13 @@ tensors it is: `master` (the value the optimizer updates), the optimizer's own n
 import base64
 import io
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from megatron.core import mpu
 from megatron.core.num_microbatches_calculator import update_num_microbatches
 
-from tenplex_megatron.adapters.base import Json, Piece, TrainingState
+from tenplex_megatron.adapters.base import Piece, Progress, TrainingState
 from tenplex_megatron.adapters.megatron import optimizer as optimizers
 from tenplex_megatron.adapters.megatron import randomness
 from tenplex_megatron.adapters.megatron.model import ModelPart, ModelTensors, describe_model
@@ -117,13 +117,14 @@ class MegatronState(TrainingState):
         pieces = []
         for name, memory in self._random_memory.items():
             spec = TensorSpec(self._random_names[name], (memory.numel(),), "uint8")
-            pieces.append(Piece(spec, Box(spec.name, Region.full(spec.shape)), memory))
+            box = Box(spec.name, Region.full(spec.shape))
+            pieces.append(Piece(spec, box, memory, is_local=True))
         return pieces
 
-    def progress(self) -> dict[str, Json]:
+    def progress(self) -> Progress:
         """See `TrainingState.progress`."""
-        counters: dict[str, Json] = {key: getattr(self._args, key) for key in PROGRESS_KEYS}
-        agree: dict[str, Json] = {key: getattr(self._args, key) for key in MUST_AGREE}
+        counters: Progress = {key: getattr(self._args, key) for key in PROGRESS_KEYS}
+        agree: Progress = {key: getattr(self._args, key) for key in MUST_AGREE}
         return {
             "step": self.step,
             "floating_point_operations": self.floating_point_operations,
@@ -134,8 +135,8 @@ class MegatronState(TrainingState):
             "objects": self._objects(),
         }
 
-    def _objects(self) -> dict[str, Json]:
-        found: dict[str, Json] = {}
+    def _objects(self) -> Progress:
+        found: Progress = {}
         for entry in self._tensors.objects:
             data = entry.data
             if isinstance(data, io.BytesIO):
@@ -144,9 +145,9 @@ class MegatronState(TrainingState):
                 found[entry.unique_key] = base64.b64encode(data.cpu().numpy().tobytes()).decode()
         return found
 
-    def load_progress(self, progress: Sequence[Mapping[str, Json]]) -> int:
+    def load_progress(self, progress: Sequence[Progress]) -> int:
         """See `TrainingState.load_progress`."""
-        stored = cast(list[dict[str, Any]], list(progress))
+        stored = list(progress)
         first = stored[0]
         for key in ("step", "floating_point_operations", "counters", "schedule"):
             if any(other[key] != first[key] for other in stored):
