@@ -210,3 +210,13 @@ def test_pieces_too_coarse_for_even_rows_are_cut_inside_a_row() -> None:
                      specs=(row,))  # fmt: skip
     made = plan(source, target, nodes, {**nodes, 3: "d"})
     assert made.sent_by_node == {"a": 1200, "b": 1200, "c": 1200, "d": 0}
+
+
+def test_rows_too_coarse_for_a_fair_share_are_not_rounded_to() -> None:
+    coarse = TensorSpec("coarse", (5, 120), "float32")
+    whole, one = Box("coarse", coarse.region), Box("coarse", Region((0, 0), (1, 1)))
+    nodes = {0: "a", 1: "b", 2: "c"}
+    source = holding(*[(rank, whole) for rank in nodes], specs=(coarse,))
+    target = holding(*[(rank, one) for rank in nodes], (3, whole), specs=(coarse,))
+    made = plan(source, target, nodes, {**nodes, 3: "d"})
+    assert max(made.sent_by_node.values()) <= 1.1 * coarse.nbytes / 3
