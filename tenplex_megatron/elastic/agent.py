@@ -8,6 +8,7 @@ rendezvous. Decisions are pure functions elsewhere; this module carries them out
 import logging
 import os
 import signal
+import socket
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -18,6 +19,7 @@ from pathlib import Path
 from string import Template
 from typing import Any
 
+from torch.distributed import TCPStore  # type: ignore[attr-defined] # re-exported by star
 from torch.distributed.elastic.agent.server.api import (
     RunResult,
     Worker,
@@ -118,6 +120,8 @@ class ElasticAgent(LocalElasticAgent):
         self._exits: list[WorkerExit] = []
         self._times: dict[str, float] = {}
         self._accepted = False
+        self._speaks = False
+        self._worker_store: TCPStore | None = None
 
     @property
     def has_started(self) -> bool:
@@ -130,12 +134,14 @@ class ElasticAgent(LocalElasticAgent):
         # torch declares these as always None.
         place: Any = group
         board = Board(place.store, place.group_rank, place.group_world_size)
+        self._speaks = place.group_rank == 0
         try:
             self.ending = self._run_job(board)
         except SignalException:
             self._leave_job(board)
             raise
         self._desk.close(f"the job ended: {self.ending.reason}")
+        group.spec.rdzv_handler.shutdown()
         board.part()
         self._log("finished", code=self.ending.code, reason=self.ending.reason)
         state = WorkerState.SUCCEEDED if self.ending.code == 0 else WorkerState.FAILED
@@ -185,15 +191,30 @@ class ElasticAgent(LocalElasticAgent):
                     f"(--nnodes); last: {change.cause}",
                 )
             try:
-                return decide(ledger, change, reports, self._settings.rules)
+                decision = decide(ledger, change, reports, self._settings.rules)
             except (ConfigError, LayoutError) as error:
                 return Ending(2, str(error))
+            if isinstance(decision, NextGeneration):
+                return replace(decision, master=self._open_worker_store())
+            return decision
 
         try:
             timeout_s = self._settings.rules.policy.timeouts.rendezvous_s
             return board.agree(report, decide_here, timeout_s)
         except TransportError as error:
             return Ending(1, f"{error}; last: {change.cause}")
+
+    def _open_worker_store(self) -> tuple[str, int]:
+        """A new store for the workers of one generation.
+
+        torch lets all generations of workers use one store without a prefix of their own; they then
+        meet the addresses of dead processes.
+        """
+        place: Any = self._worker_group
+        first = place.group_rank == 0
+        host = place.master_addr if first else place.spec.local_addr or socket.getfqdn()
+        self._worker_store = TCPStore(host, 0, is_master=True, wait_for_workers=False)
+        return host, self._worker_store.port
 
     def _start_generation(self, decision: NextGeneration) -> None:
         self._times["started"] = time.time()
@@ -246,7 +267,7 @@ class ElasticAgent(LocalElasticAgent):
     def _environment(self, worker: Worker) -> dict[str, str]:
         """Torchrun's variables, and the generation."""
         group, spec = self._worker_group, self._worker_group.spec
-        generation = str(self._generation().ledger.generation)
+        present = self._generation()
         variables = {
             "RANK": worker.global_rank,
             "LOCAL_RANK": worker.local_rank,
@@ -257,13 +278,14 @@ class ElasticAgent(LocalElasticAgent):
             "ROLE_RANK": worker.role_rank,
             "ROLE_NAME": spec.role,
             "ROLE_WORLD_SIZE": worker.role_world_size,
-            "MASTER_ADDR": group.master_addr,
-            "MASTER_PORT": group.master_port,
-            # torch puts the process groups' keys under this count: a new one never meets old keys.
-            "TORCHELASTIC_RESTART_COUNT": generation,
+            "MASTER_ADDR": present.master[0],
+            "MASTER_PORT": present.master[1],
+            # Before 2.14, torch put the process groups' keys under this count.
+            "TORCHELASTIC_RESTART_COUNT": present.ledger.generation,
             "TORCHELASTIC_MAX_RESTARTS": self._settings.rules.policy.max_failures,
             "TORCHELASTIC_RUN_ID": spec.rdzv_handler.get_run_id(),
-            "TORCHELASTIC_USE_AGENT_STORE": spec.rdzv_handler.use_agent_store,
+            # All workers are clients: an agent hosts the store.
+            "TORCHELASTIC_USE_AGENT_STORE": True,
             "TORCH_NCCL_ASYNC_ERROR_HANDLING": os.getenv("TORCH_NCCL_ASYNC_ERROR_HANDLING", "1"),
             ENVIRONMENT_VARIABLE: self._generation_spec().to_json(),
         }
@@ -423,7 +445,7 @@ class ElasticAgent(LocalElasticAgent):
             version=None if source is None else source.version,
             seconds=seconds,
         )
-        if self._worker_group.group_rank == 0:
+        if self._speaks:
             logger.info(
                 "generation %s: %s on %s devices from %s (%s; %s), decided in %.3f s",
                 ledger.generation,

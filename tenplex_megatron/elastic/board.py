@@ -29,6 +29,7 @@ _OPERATION_S = 30.0
 _BEAT_S = 1.0
 _LOST_S = 10.0
 _FAREWELL_S = 5.0
+_LAST_LOOK_S = 0.3
 
 type Decide = Callable[[Sequence[NodeReport]], NextGeneration | Ending]
 
@@ -159,6 +160,8 @@ class Board:
                 if time.monotonic() > deadline:
                     return
                 time.sleep(_POLL_S)
+            # Nobody knows which node hosts the store; all leave when all have looked once more.
+            time.sleep(_LAST_LOOK_S)
 
     def _is_lost(self, index: int) -> bool:
         if self._root.check([f"gone/{index}"]):

@@ -1,13 +1,11 @@
 """What happens in a worker process between its fork and the training script?"""
 
-import ctypes
 import dataclasses
 import importlib
 import json
 import logging
 import os
 import runpy
-import signal
 import sys
 import time
 import traceback
@@ -20,14 +18,13 @@ from typing import NoReturn, Protocol, Self, cast
 
 from tenplex_megatron.elastic import warm
 from tenplex_megatron.elastic.generation import GenerationSpec
+from tenplex_megatron.elastic.lifeline import end_with_parent
 from tenplex_megatron.elastic.membership import HANDED_OVER, WRONG_INPUT
 from tenplex_megatron.errors import ConfigError, StoreError
 
 __all__ = ["WorkerTask", "read_failure", "run_task", "worker_main"]
 
 logger = logging.getLogger(__name__)
-
-_PR_SET_PDEATHSIG = 1
 
 
 class _Session(Protocol):
@@ -65,7 +62,7 @@ class WorkerTask:
 
 def run_task(task: WorkerTask) -> NoReturn:
     """Body of a worker process."""
-    _end_with_parent(task.agent)
+    _end_with_agent(task.agent)
     os.environ.update(task.environment)
     _redirect(task.stdout, sys.stdout.fileno())
     _redirect(task.stderr, sys.stderr.fileno())
@@ -156,23 +153,18 @@ def _write_failure(message: str) -> None:
         Path(path).write_text(json.dumps({"message": {"message": message, "extraInfo": extra}}))
 
 
-def _end_with_parent(agent: int) -> None:
-    """Make the kernel end this process when its parent ends.
+def _end_with_agent(agent: int) -> None:
+    """Make the kernel end this process when the agent or its fork server ends.
 
-    The parent is the agent or its fork server. The fork server ends when the last holder of its
-    pipe closes it, and every worker inherits that pipe: unless they let go of it, a dead agent
-    leaves server and workers running for ever.
+    The fork server also ends when the last holder of its pipe closes it, and every worker inherits
+    that pipe: workers let go of it, so that nothing keeps a fork server without an agent.
     """
-    if sys.platform != "linux":
-        return
-    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    end_with_parent()
     server = vars(forkserver)["_forkserver"]
     pipe = server._forkserver_alive_fd
     if pipe is not None:
         server._forkserver_alive_fd = None
         os.close(pipe)
-    if os.getppid() in (1, os.getpid()):
-        _leave(1)
     with suppress(ProcessLookupError):
         os.kill(agent, 0)
         return

@@ -22,6 +22,7 @@ from torch.distributed.elastic.multiprocessing.api import LogsSpecs, PContext, R
 
 from tenplex_megatron.elastic import entry
 from tenplex_megatron.elastic.entry import WorkerTask
+from tenplex_megatron.elastic.lifeline import AGENT_VARIABLE
 from tenplex_megatron.elastic.warm import PRELOAD_VARIABLE
 
 __all__ = ["ForkServer", "WorkerProcesses"]
@@ -49,10 +50,11 @@ class ForkServer:
 
     def warm_up(self) -> None:
         """Start importing in the background; call it before anything slow."""
+        # Children inherit the environment of this moment, so these lines come first.
+        os.environ[AGENT_VARIABLE] = str(os.getpid())
+        os.environ[PRELOAD_VARIABLE] = ":".join(self._preload)
         if not isinstance(self._context, ForkServerContext):
             return
-        # The server inherits the environment of this moment, so both lines must come first.
-        os.environ[PRELOAD_VARIABLE] = ":".join(self._preload)
         self._context.set_forkserver_preload(["tenplex_megatron.elastic.warm", entry.__name__])
         from multiprocessing import forkserver  # noqa: PLC0415 - unavailable where there is no fork
 

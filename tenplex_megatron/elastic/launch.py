@@ -72,7 +72,9 @@ def run_node(
     rules = Rules(_with_failures(policy, config), arguments.limits(torchrun.training_script_args))
     run_dir = owner_only_folder(options.run_dir or default_run_dir(options.job))
     with _claimed(run_dir, options.node), _signals_raise(config):
-        server = ForkServer(_preload(arguments, policy), start_method=config.start_method)
+        server = ForkServer(
+            _preload(arguments, policy, options.session), start_method=config.start_method
+        )
         try:
             server.warm_up()
             settings = _settings(
@@ -121,9 +123,12 @@ def _with_failures(policy: ElasticPolicy, config: LaunchConfig) -> ElasticPolicy
     return replace(policy, max_failures=config.max_restarts) if config.max_restarts else policy
 
 
-def _preload(arguments: ArgumentAdapter, policy: ElasticPolicy) -> tuple[str, ...]:
+def _preload(
+    arguments: ArgumentAdapter, policy: ElasticPolicy, session: str | None
+) -> tuple[str, ...]:
     stand_in = ("tenplex_megatron.cpu",) if policy.device == "cpu" else ()
-    return (*stand_in, *arguments.preload)
+    hooks = (session,) if session is not None else ()
+    return (*stand_in, *arguments.preload, *hooks)
 
 
 def _settings(
@@ -158,7 +163,7 @@ def _settings(
             is_module=torchrun.module,
             device=rules.policy.device,
             session=options.session,
-            preload=_preload(arguments, rules.policy),
+            preload=_preload(arguments, rules.policy, options.session),
         ),
         layout_flags=lambda layout: arguments.layout_arguments(argv, layout, allowed),
     )
@@ -199,8 +204,8 @@ def _run_agent(
 
 
 def _worker_spec(config: LaunchConfig) -> WorkerSpec:
-    # A shared store needs no port per generation, and a fresh prefix in it is a fresh start.
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "0"
+    # Agents bring a store per generation; the rendezvous must not also keep one for workers.
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"
     parameters = RendezvousParameters(
         backend=config.rdzv_backend,
         endpoint=config.rdzv_endpoint,

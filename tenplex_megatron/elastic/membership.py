@@ -19,6 +19,7 @@ from tenplex_megatron.store.selection import WorldVersion, select_version
 
 __all__ = [
     "HANDED_OVER",
+    "SNAPSHOT_DAMAGED",
     "Change",
     "Ending",
     "Ledger",
@@ -35,6 +36,8 @@ __all__ = [
 
 HANDED_OVER = 85
 """Exit code of a worker that left at a step boundary after a committed snapshot."""
+SNAPSHOT_DAMAGED = 86
+"""Exit code of a worker that met a damaged snapshot: try an older one; no device is to blame."""
 WRONG_INPUT = 2
 """Exit code of a worker whose script or arguments are wrong; another try would end the same."""
 
@@ -130,6 +133,8 @@ class NextGeneration:
     rejected: tuple[tuple[str, str], ...] = ()
     totals: Mapping[str, int] = field(default_factory=dict)
     """Number of devices of every node, free and lost ones included."""
+    master: tuple[str, int] = ("", 0)
+    """Address and port of the store in which the workers of this generation meet."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -224,7 +229,7 @@ def culprits(
             (report.node, done)
             for report in reports
             for done in report.exits
-            if done.code not in (0, HANDED_OVER)
+            if done.code not in (0, HANDED_OVER, SNAPSHOT_DAMAGED)
         ),
         key=lambda item: (item[1].time, item[0], item[1].rank),
     )

@@ -84,6 +84,7 @@ def dump_decision(decision: NextGeneration | Ending) -> str:
             "reason": decision.reason,
             "rejected": decision.rejected,
             "totals": dict(decision.totals),
+            "master": decision.master,
         }
     )
 
@@ -102,6 +103,7 @@ def load_decision(text: str | bytes) -> NextGeneration | Ending:
         reason=data["reason"],
         rejected=tuple((layout, why) for layout, why in data["rejected"]),
         totals=data["totals"],
+        master=(data["master"][0], data["master"][1]),
     )
 
 

@@ -8,6 +8,8 @@ import gc
 import importlib
 import os
 
+from tenplex_megatron.elastic.lifeline import end_with_parent, is_child_of_agent
+
 __all__ = ["PRELOAD_VARIABLE", "failures", "loaded"]
 
 PRELOAD_VARIABLE = "TENPLEX_PRELOAD"
@@ -30,4 +32,7 @@ def _warm() -> None:
     gc.freeze()
 
 
-_warm()
+if is_child_of_agent():
+    # The fork server notices the end of its agent only between two forks, not while it imports.
+    end_with_parent()
+    _warm()

@@ -13,7 +13,13 @@ from tenplex_megatron.planner.choose import ModelLimits
 
 
 class ToyArguments:
-    preload = ("torch", "numpy", "torch.distributed")
+    preload = (
+        "torch",
+        "torch.distributed",
+        "tenplex_megatron.elastic.control",
+        "tenplex_megatron.elastic.events",
+        "tenplex_megatron.store.shared",
+    )
 
     def limits(self, argv: Sequence[str]) -> ModelLimits:
         return ModelLimits(8, 8, 8, 840, 1)

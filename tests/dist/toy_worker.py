@@ -26,7 +26,9 @@ def main() -> int:
     events = EventLog(spec.rundir / "steps.jsonl", spec.node)
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     torch.set_num_threads(1)
+    events.append("entered", spec.generation, rank=rank)
     dist.init_process_group("gloo")
+    events.append("joined", spec.generation, rank=rank)
     policy = load_policy(spec.policy)
     control = StepControl(spec, policy) if rank == 0 else None
     tensors = {"w": TensorSpec("w", (ROWS,), "float64")}

@@ -1,0 +1,191 @@
+"""Two agents with four toy workers each on this machine: what a job survives, and what it says."""
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tenplex_megatron.cli.main import main as tenplex
+
+HERE = Path(__file__).parent
+POLICY = """
+snapshot: {{every_steps: 2}}
+layouts: ["TP2,PP2", "TP1,PP1,DP3", "TP1,PP1,DP7"]
+timeouts: {{rendezvous_s: 60, stop_s: 5}}
+{more}
+"""
+WAIT_S = 240.0
+
+pytestmark = pytest.mark.timeout(600)
+
+
+class Job:
+    """Two agents of one job, and what they wrote."""
+
+    def __init__(self, folder: Path, more: str = "") -> None:
+        self.folder = folder
+        self.run_dir = folder / "run"
+        self.port = free_port()
+        self.agents: dict[str, subprocess.Popen[str]] = {}
+        self.policy = folder / "policy.yaml"
+        self.policy.write_text(POLICY.format(more=more))
+
+    def start(self, *arguments: str, nodes: str = "ab", flags: tuple[str, ...] = ()) -> "Job":
+        for node in nodes:
+            command = [
+                sys.executable,
+                str(HERE / "toy_agent.py"),
+                f"--elastic-policy={self.policy}",
+                f"--nnodes={len(nodes)}",
+                "--nproc-per-node=4",
+                "--rdzv-backend=c10d",
+                f"--rdzv-endpoint=localhost:{self.port}",
+                "--job=toy",
+                f"--node-name={node}",
+                f"--run-dir={self.run_dir}",
+                f"--store-dir={self.folder / 'store'}",
+                *flags,
+                str(HERE / "toy_worker.py"),
+                *arguments,
+            ]
+            with (self.folder / f"agent-{node}.log").open("w") as log:
+                self.agents[node] = subprocess.Popen(
+                    command, stdout=log, stderr=log, text=True, env=os.environ | ENVIRONMENT
+                )
+        return self
+
+    def events(self, kind: str, **wanted: object) -> list[dict[str, Any]]:
+        found = [*lines(self.run_dir / "events.jsonl"), *lines(self.run_dir / "steps.jsonl")]
+        return [
+            line
+            for line in found
+            if line["kind"] == kind and all(line[name] == value for name, value in wanted.items())
+        ]
+
+    def wait_for(self, kind: str, **wanted: object) -> dict[str, Any]:
+        return wait_until(lambda: next(iter(self.events(kind, **wanted)), None), self)
+
+    def pids(self, generation: int) -> dict[int, int]:
+        started = wait_until(
+            lambda: (
+                found
+                if len(found := self.events("started", generation=generation)) == len(self.agents)
+                else None
+            ),
+            self,
+        )
+        return {int(rank): pid for line in started for rank, pid in line["pids"].items()}
+
+    def devices(self, generation: int) -> dict[str, list[int]]:
+        self.pids(generation)
+        return {
+            line["node"]: list(line["devices"].values())
+            for line in self.events("started", generation=generation)
+        }
+
+    def codes(self) -> dict[str, int]:
+        return {node: agent.wait(WAIT_S) for node, agent in self.agents.items()}
+
+    def log(self) -> str:
+        return "\n".join(path.read_text() for path in sorted(self.folder.glob("agent-*.log")))
+
+    def end(self) -> None:
+        for agent in self.agents.values():
+            if agent.poll() is None:
+                agent.kill()
+                agent.wait()
+
+
+ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+
+
+def lines(path: Path) -> list[dict[str, Any]]:
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def wait_until[T](look: Callable[[], T | None], job: Job, seconds: float = WAIT_S) -> T:
+    deadline = time.monotonic() + seconds
+    while (found := look()) is None:
+        assert time.monotonic() < deadline, f"waited {seconds} s\n{job.log()}"
+        assert any(agent.poll() is None for agent in job.agents.values()), job.log()
+        time.sleep(0.01)
+    return found
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        return int(probe.getsockname()[1])
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path
+
+
+@pytest.fixture
+def make_job(folder: Path) -> Iterator[Callable[..., Job]]:
+    jobs: list[Job] = []
+
+    def make(more: str = "") -> Job:
+        jobs.append(Job(folder, more))
+        return jobs[-1]
+
+    yield make
+    for job in jobs:
+        job.end()
+
+
+def test_a_job_shrinks_loses_a_device_and_grows_back(make_job: Callable[..., Job]) -> None:
+    job = make_job("schedule: {3: 4}").start("60", "0.1", "train")
+    shrunk = job.wait_for("step", generation=2)
+    assert (shrunk["step"], shrunk["world"], shrunk["layout"]) == (4, 4, "TP2,PP2,DP1")
+    assert job.devices(2) == {"a": [0, 1], "b": [0, 1]}
+
+    job.wait_for("step", generation=2, step=9)
+    killed = time.time()
+    os.kill(job.pids(2)[1], signal.SIGKILL)
+    went_on = job.wait_for("step", generation=3)
+    print_phases(job, 3, killed, went_on["time"])
+    assert (went_on["world"], went_on["layout"]) == (3, "TP1,PP1,DP3")
+    assert went_on["step"] in (9, 11), "one interval of snapshots is lost at most"
+    assert job.devices(3) == {"a": [0], "b": [0, 1]}
+
+    assert tenplex(["resize", "--gpus", "8", "--run-dir", str(job.run_dir)]) == 0
+    grown = job.wait_for("step", generation=4)
+    assert (grown["world"], grown["layout"]) == (8, "TP2,PP2,DP2")
+    planned = job.wait_for("decided", generation=4)
+    print_phases(job, 4, job.events("detected", change="planned")[-1]["time"], grown["time"])
+    assert planned["version"] == grown["step"] - 1, "a planned change loses no step"
+
+    assert job.codes() == {"a": 0, "b": 0}
+    steps = [line["step"] for line in job.events("step")]
+    assert steps[-1] == 60
+    assert sorted(set(steps)) == list(range(1, 61))
+    assert not list((job.folder / "store").glob("toy/*")), "a finished job leaves no snapshots"
+
+
+def print_phases(job: Job, generation: int, begin: float, end: float) -> None:
+    """Where the time went, for a person who runs this test with -s."""
+    for kind in ("event", "detected", "stopped", "decided", "started", "entered", "joined"):
+        for line in job.events(kind):
+            if begin <= line["time"] <= end:
+                sys.stdout.write(f"  {line['node']} {kind} +{line['time'] - begin:.3f}\n")
+    sys.stdout.write(f"  first all_reduce of generation {generation} +{end - begin:.3f}\n")
