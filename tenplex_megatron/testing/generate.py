@@ -247,14 +247,19 @@ def _layer(model: ModelShape, layout: ParallelLayout, rank: int, layer: int) -> 
         return found
     if not model.experts:
         return found + _feed_forward(model, layout, place.tp, (layer,))
+    return found + _experts(model, layout, rank, layer)
+
+
+def _experts(model: ModelShape, layout: ParallelLayout, rank: int, layer: int) -> list[LocalTensor]:
+    """The router of a layer, and those of its experts that the rank holds."""
     router = TensorSpec(
         "layers.router", (model.num_layers, model.experts, model.hidden), "bfloat16"
     )
     whole = prepend_axis(Region.full(router.shape[1:]), layer)
-    found.append(LocalTensor(router, (whole,)))
-    ep = layout.expert_coordinates(rank).ep
+    found = [LocalTensor(router, (whole,))]
+    place = layout.expert_coordinates(rank)
     per_rank = model.experts // layout.ep
-    for expert in range(ep * per_rank, (ep + 1) * per_rank):
+    for expert in range(place.ep * per_rank, (place.ep + 1) * per_rank):
         found += _feed_forward(model, layout, place.tp, (layer, expert))
     return found
 
