@@ -1,0 +1,48 @@
+"""The toy script's command line, and an agent for it."""
+
+import logging
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+
+from tenplex_megatron.adapters.base import ArgumentAdapter
+from tenplex_megatron.cli.run import parse_options
+from tenplex_megatron.core.mesh import ParallelLayout
+from tenplex_megatron.elastic.launch import run_node
+from tenplex_megatron.errors import ConfigError, StoreError, TenplexError
+from tenplex_megatron.planner.choose import ModelLimits
+
+
+class ToyArguments(ArgumentAdapter):
+    preload = (
+        "torch",
+        "torch.distributed",
+        "tenplex_megatron.elastic.control",
+        "tenplex_megatron.elastic.events",
+        "tenplex_megatron.store.shared",
+    )
+
+    def limits(self, argv: Sequence[str]) -> ModelLimits:
+        return ModelLimits(8, 8, 8, 840, 1)
+
+    def layout_arguments(
+        self, argv: Sequence[str], layout: ParallelLayout, allowed: Sequence[ParallelLayout]
+    ) -> list[str]:
+        return ["--layout", str(layout)]
+
+    def identity(self, argv: Sequence[str]) -> str:
+        return "toy"
+
+
+def run_toy(arguments: Sequence[str]) -> int:
+    logging.basicConfig(format="%(asctime)s %(levelname).1s tenplex: %(message)s")
+    logging.getLogger("tenplex_megatron").setLevel(logging.INFO)
+    options, torchrun = parse_options(arguments)
+    try:
+        return run_node(replace(options, session=None), torchrun, lambda _: ToyArguments())
+    except (ConfigError, StoreError) as error:
+        sys.stderr.write(f"tenplex run: {error}\n")
+        return 2
+    except TenplexError as error:
+        sys.stderr.write(f"tenplex run: {error}\n")
+        return 1
