@@ -6,11 +6,9 @@ written here is only where batches come from and what the loss is.
 
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import torch
 from megatron.core import mpu
-from megatron.core.datasets import utils as dataset_tools
 from megatron.core.datasets.blended_megatron_dataset_builder import BlendedMegatronDatasetBuilder
 from megatron.core.datasets.gpt_dataset import GPTDataset, GPTDatasetConfig, MockGPTDataset
 from megatron.core.enums import ModelType
@@ -21,6 +19,8 @@ from megatron.training import get_args, pretrain
 from megatron.training.argument_utils import gpt_config_from_args, pretrain_cfg_container_from_args
 from megatron.training.arguments import parse_and_validate_args
 from megatron.training.utils import get_blend_and_blend_per_split, is_first_or_last_pipeline_stage
+
+from tenplex_megatron.adapters.megatron.compat import use_built_helpers
 
 FIELDS = ("tokens", "labels", "loss_mask", "position_ids", "attention_mask")
 
@@ -113,16 +113,9 @@ def build_datasets(
     return BlendedMegatronDatasetBuilder(kind, num_samples, is_read_here, config).build()
 
 
-def keep_built_helpers() -> None:
-    """Keep Megatron from building its dataset helpers where a wheel ships them built."""
-    folder = Path(dataset_tools.__file__).parent
-    if not (folder / "Makefile").exists() and list(folder.glob("helpers_cpp.*.so")):
-        dataset_tools.compile_helpers = lambda: None
-
-
 def main() -> None:
     """Parse Megatron-LM's flags and train."""
-    keep_built_helpers()
+    use_built_helpers()
     args = parse_and_validate_args(args_defaults={"tokenizer_type": "NullTokenizer"})
     config = pretrain_cfg_container_from_args(args, gpt_config_from_args(args))
     # Without the mark, Megatron builds the datasets on tensor rank 0 only.
@@ -131,4 +124,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    import tenplex_megatron.auto  # noqa: F401 - makes the job elastic when --elastic-policy is given
+
     main()

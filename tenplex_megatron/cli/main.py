@@ -16,6 +16,7 @@ __all__ = ["main"]
 _COMMANDS = {
     "run": "train under a policy, on this node",
     "resize": "change the number of devices of a running job",
+    "report": "show what every change of a run cost",
 }
 _EPILOG = """examples:
   tenplex run --elastic-policy elastic.yaml --nnodes 2 --nproc-per-node 4 \\
@@ -54,6 +55,10 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         from tenplex_megatron.cli.run import run
 
         return run(arguments)
+    if command == "report":
+        from tenplex_megatron.cli.report import report
+
+        return report(arguments)
     from tenplex_megatron.cli.resize import resize
 
     return resize(arguments)

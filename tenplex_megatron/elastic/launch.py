@@ -105,7 +105,6 @@ def _launch_config(
     # Under six seconds of missed keep-alives a loaded machine splits the job in two.
     defaults = {
         "join_timeout": wait_s,
-        "last_call_timeout": 1,
         "keep_alive_interval": 2,
         "keep_alive_max_attempt": 5,
         "timeout": wait_s,
@@ -115,6 +114,8 @@ def _launch_config(
         {name: value for name, value in defaults.items() if name not in given}
     )
     config.run_id = options.job
+    stop_s = vars(torchrun).get("shutdown_timeout")
+    config.shutdown_timeout = _QUICK_STOP_S if stop_s is None else stop_s
     return config
 
 
@@ -165,7 +166,10 @@ def _settings(
             session=options.session,
             preload=_preload(arguments, rules.policy, options.session),
         ),
-        layout_flags=lambda layout: arguments.layout_arguments(argv, layout, allowed),
+        layout_flags=lambda layout: [
+            *arguments.device_arguments(rules.policy.device),
+            *arguments.layout_arguments(argv, layout, allowed),
+        ],
     )
 
 
@@ -178,7 +182,7 @@ def _run_agent(
         settings=settings,
         server=server,
         line_prefix=config.log_line_prefix_template,
-        shutdown_timeout=_QUICK_STOP_S,
+        shutdown_timeout=config.shutdown_timeout or _QUICK_STOP_S,
     )
     try:
         agent.run()

@@ -30,6 +30,9 @@ class ToyArguments(ArgumentAdapter):
     ) -> list[str]:
         return ["--layout", str(layout)]
 
+    def device_arguments(self, device: str) -> list[str]:
+        return []
+
     def identity(self, argv: Sequence[str]) -> str:
         return "toy"
 

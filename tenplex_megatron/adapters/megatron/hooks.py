@@ -14,6 +14,7 @@ from megatron.training.datasets import data_samplers
 from megatron.training.global_vars import get_args
 
 from tenplex_megatron.adapters.base import FrameworkAdapter, StepObserver
+from tenplex_megatron.adapters.megatron.compat import use_built_helpers
 from tenplex_megatron.adapters.megatron.state import MegatronState
 
 __all__ = ["MegatronAdapter"]
@@ -28,6 +29,7 @@ class MegatronAdapter(FrameworkAdapter):
 
     def install(self, observer: StepObserver) -> None:
         """See `FrameworkAdapter.install`."""
+        use_built_helpers()
         _wrap(arguments, "add_megatron_arguments", self._add_flag)
         _wrap(training, "setup_model_and_optimizer", self._build(observer))
         _wrap(training, "train_step", self._keep_losses)

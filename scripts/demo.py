@@ -1,0 +1,238 @@
+"""The main job: a Megatron GPT changes TP, PP and DP while it trains, and loses a rank on the way.
+
+Two agents on this machine play two nodes with four CPU ranks each.  After a while the job goes to
+four ranks by schedule, then one of them is killed, then it grows back.  The same job without any
+change runs first; both must have the same losses on the same samples.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from demo_model import model_flags
+from rich.console import Console
+
+SCRIPTS = Path(__file__).resolve().parent
+ROOT = SCRIPTS.parent
+PORT = 29517
+TIMEOUT_S = 400
+console = Console(highlight=False)
+
+
+@dataclass(frozen=True)
+class Course:
+    """After which steps what happens."""
+
+    shrink: int
+    kill: int
+    grow: int
+    steps: int
+
+
+FULL = Course(shrink=8, kill=16, grow=24, steps=32)
+QUICK = Course(shrink=3, kill=6, grow=9, steps=12)
+
+
+def main() -> int:
+    """Run both jobs and print what every change cost."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example:\n  scripts/demo.sh --quick",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="fewer steps")
+    parser.add_argument("--out", type=Path, default=ROOT / "out/demo", help="results go here")
+    parser.add_argument(
+        "--script", type=Path, default=SCRIPTS / "pretrain_gpt.py", help="a Megatron training script"
+    )
+    given = parser.parse_args()
+    started = time.monotonic()
+    course = QUICK if given.quick else FULL
+    out = given.out.resolve()
+    shutil.rmtree(out, ignore_errors=True)
+    out.mkdir(parents=True)
+    data = prepare_data(ROOT / "out/data/stdlib")
+    plain, elastic = out / "uninterrupted", out / "elastic"
+    policy = write_policy(out / "policy.yaml", course)
+    calm = write_policy(out / "calm.yaml", None)
+    say(f"1/3 {course.steps} steps without a change, 8 ranks, TP2 PP2 DP2")
+    with running([agent(calm, plain, "solo", given.script, data, course.steps, nodes=1)], plain):
+        watch(plain, lambda run: None)
+    say("2/3 the same job on two nodes of 4 ranks, with changes")
+    nodes = [
+        agent(policy, elastic, node, given.script, data, course.steps, nodes=2) for node in "ab"
+    ]
+    with running(nodes, elastic):
+        watch(elastic, Disturbance(elastic, course))
+    say("3/3 what it cost")
+    report = ["report", str(elastic), "--baseline", str(plain), "--out", str(out)]
+    code = subprocess.run(tenplex(*report), check=False).returncode
+    say(f"finished in {time.monotonic() - started:.0f} s")
+    return code or verdict(out / "report.json")
+
+
+def say(text: str) -> None:
+    """One line for the person who watches."""
+    console.print(f"[bold]{text}[/bold]")
+
+
+def tenplex(*arguments: str) -> list[str]:
+    """A `tenplex` command line."""
+    return [sys.executable, "-m", "tenplex_megatron.cli.main", *arguments]
+
+
+def prepare_data(prefix: Path) -> Path:
+    """The dataset, made from the standard library's sources unless it is there."""
+    if not prefix.with_suffix(".idx").exists():
+        command = [sys.executable, str(SCRIPTS / "prepare_data.py"), "--output", str(prefix)]
+        subprocess.run([*command, "--max-megabytes", "4"], check=True)
+    return prefix
+
+
+def write_policy(path: Path, course: Course | None) -> Path:
+    """The demo's policy with the course's schedule; without one, nothing ever changes."""
+    text = (ROOT / "configs/elastic/demo.yaml").read_text()
+    schedule = "schedule: {}" if course is None else f"schedule: {{{course.shrink}: 4}}"
+    lines = [schedule if line.startswith("schedule:") else line for line in text.splitlines()]
+    path.write_text("\n".join(lines) + "\n")
+    return path
+
+
+def agent(
+    policy: Path, run: Path, node: str, script: Path, data: Path, steps: int, *, nodes: int
+) -> list[str]:
+    """The command line of one node's agent."""
+    return tenplex(
+        "run",
+        f"--elastic-policy={policy}",
+        f"--job=demo-{run.name}",
+        f"--node-name={node}",
+        f"--run-dir={run}",
+        f"--nnodes={nodes}",
+        f"--nproc-per-node={8 // nodes}",
+        "--rdzv-backend=c10d",
+        f"--rdzv-endpoint=localhost:{PORT}",
+        "--redirects=3",
+        str(script),
+        *model_flags(data, steps=steps),
+    )
+
+
+@contextmanager
+def running(commands: list[list[str]], run: Path) -> Iterator[None]:
+    """Agents that are ended when the block is left; raises when one failed."""
+    run.mkdir(mode=0o700)
+    environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    logs = [run / f"agent-{number}.log" for number in range(len(commands))]
+    processes = [
+        subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment)
+        for command, log in zip(commands, logs, strict=True)
+    ]
+    try:
+        yield
+        codes = [process.wait(30) for process in processes]
+        if any(codes):
+            raise SystemExit(f"agents ended with {codes}; see {run}/agent-*.log")
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(30)
+
+
+def watch(run: Path, disturb: Callable[[list[dict[str, Any]]], None]) -> None:
+    """Print steps and changes as they happen; returns when the job has ended."""
+    deadline = time.monotonic() + TIMEOUT_S
+    events, losses = Tail(run / "events.jsonl"), Tail(run / "losses.jsonl")
+    layout = ""
+    while time.monotonic() < deadline:
+        fresh = events.read()
+        for event in fresh:
+            if event["kind"] == "decided" and event["layout"] != layout:
+                layout = event["layout"]
+                console.print(f"  [cyan]{layout}[/cyan]: {event['cause']}")
+            if event["kind"] == "finished":
+                return
+        for row in losses.read():
+            loss = next(iter(row["losses"].values()))
+            console.print(f"  step {row['step']:>3}  loss {loss:.5f}  {layout}")
+        disturb(fresh)
+        time.sleep(0.02)
+    raise SystemExit(f"the job did not end within {TIMEOUT_S} s; see {run}/agent-*.log")
+
+
+class Tail:
+    """New lines of a file that others append to."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._position = 0
+
+    def read(self) -> list[dict[str, Any]]:
+        """The complete lines since the last call."""
+        if not self._path.exists():
+            return []
+        with self._path.open() as file:
+            file.seek(self._position)
+            text = file.read()
+        whole = text.rpartition("\n")[0]
+        self._position += len(whole) + 1 if whole else 0
+        return [json.loads(line) for line in whole.splitlines()]
+
+
+class Disturbance:
+    """Kills a rank and asks for all devices again, at the steps of the course."""
+
+    def __init__(self, run: Path, course: Course) -> None:
+        self._run = run
+        self._course = course
+        self._losses = Tail(run / "losses.jsonl")
+        self._pids: dict[int, int] = {}
+        self._generation = 0
+        self._killed = self._grown = False
+
+    def __call__(self, fresh: list[dict[str, Any]]) -> None:
+        """Look at what happened and act."""
+        for event in fresh:
+            if event["kind"] == "started":
+                if event["generation"] != self._generation:
+                    self._generation, self._pids = event["generation"], {}
+                self._pids |= {int(rank): pid for rank, pid in event["pids"].items()}
+        for row in self._losses.read():
+            if row["step"] >= self._course.kill and not self._killed:
+                self._kill()
+            if row["step"] >= self._course.grow and not self._grown:
+                self._grown = True
+                resize = tenplex("resize", "--gpus=8", f"--run-dir={self._run}", "--no-wait")
+                subprocess.Popen(resize, stdout=subprocess.DEVNULL)
+
+    def _kill(self) -> None:
+        self._killed = True
+        rank = max(self._pids)
+        note = {"time": time.time(), "generation": self._generation, "kind": "killed", "rank": rank}
+        os.kill(self._pids[rank], signal.SIGKILL)
+        with (self._run / "events.jsonl").open("a") as file:
+            file.write(json.dumps({**note, "node": "demo"}) + "\n")
+        console.print(f"  [red]SIGKILL to rank {rank} (process {self._pids[rank]})[/red]")
+
+
+def verdict(path: Path) -> int:
+    """0 when the elastic run is the uninterrupted one in other layouts."""
+    report = json.loads(path.read_text())
+    exact = report["max_abs_loss_difference"] <= 2e-5 and report["sample_order_equal"]
+    return 0 if exact and len(report["changes"]) == 3 else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())
