@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
-import torch
 
 END_OF_DOCUMENT = 255
 MEGABYTE = 1_000_000
@@ -82,15 +81,17 @@ def read_documents(files: list[Path], max_bytes: int) -> Iterator[bytes]:
         if not text:
             continue
         total += len(text)
-        if sys.stderr.isatty() or number % 200 == 0:
+        if sys.stderr.isatty():
             print(f"\r{number} files, {total / MEGABYTE:.1f} MB", end="", file=sys.stderr)
         yield text
-    print(f"\r{total / MEGABYTE:.2f} MB of text read", file=sys.stderr)
+    ending = "\n" if sys.stderr.isatty() else ""
+    print(f"{ending}{total / MEGABYTE:.2f} MB of text read", file=sys.stderr)
 
 
 def write_dataset(prefix: Path, documents: Iterator[bytes]) -> int:
     """Write both files under temporary names, then rename; returns the number of documents."""
-    # Importing Megatron takes seconds, which --help and a wrong path need not wait for.
+    # These take seconds to import, which --help and a wrong path need not wait for.
+    import torch
     from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)

@@ -77,6 +77,8 @@ def patch_tensors(patches: Patches) -> None:
         patches.set(torch.Tensor, name, _on_host(getattr(torch.Tensor, name)))
     patches.set(torch.Tensor, "to", _to_on_host(torch.Tensor.to))
     patches.set(torch.Tensor, "type", _cuda_type(torch.Tensor.type))
+    # Megatron's token dispatcher asks this before it reads sizes back into Python.
+    patches.set(torch.Tensor, "is_cuda", property(lambda tensor: tensor.device == HOST))
     patches.set(torch, "load", _load_on_host(torch.load))
     for owner in (torch.Tensor, torch.UntypedStorage, torch.TypedStorage):
         patches.set(owner, "cuda", _stay)
@@ -126,8 +128,8 @@ def _cuda_type(original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def tensor_type(tensor: torch.Tensor, dtype: Any = None, **kwargs: Any) -> Any:
         if dtype is None:
-            name = str(original(tensor))
-            return name.replace("torch.", "torch.cuda.", 1) if tensor.device == HOST else name
+            kind = str(original(tensor)).rpartition(".")[2]
+            return f"torch.cuda.{kind}" if tensor.device == HOST else original(tensor)
         if isinstance(dtype, str):
             dtype = dtype.replace("torch.cuda.", "torch.")
         return original(tensor, dtype, **kwargs)

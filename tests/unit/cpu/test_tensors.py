@@ -3,6 +3,7 @@ from io import BytesIO
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
 from torch.utils.data import DataLoader
 
 from tenplex_megatron import cpu
@@ -82,6 +83,28 @@ def test_type_names_read_as_on_cuda_and_convert_back(dtype: torch.dtype, name: s
     assert tensor.type() == name
     assert torch.zeros(2).type(name).dtype == dtype
     assert torch.zeros(2).type(dtype).dtype == dtype
+
+
+def test_answers_are_the_same_inside_a_torch_function_mode() -> None:
+    class PassThrough(TorchFunctionMode):
+        def __torch_function__(
+            self,
+            func: Callable[..., object],
+            types: object,
+            args: tuple[object, ...] = (),
+            kwargs: dict[str, object] | None = None,
+        ) -> object:
+            return func(*args, **(kwargs or {}))
+
+    with PassThrough():
+        assert torch.ones(2, device="cuda").type() == "torch.cuda.FloatTensor"
+        assert torch.ones(2).to("cuda").cuda().is_cuda
+
+
+def test_host_tensors_answer_that_they_are_on_cuda_and_others_do_not() -> None:
+    assert torch.ones(2).is_cuda
+    assert torch.nn.Parameter(torch.ones(2)).is_cuda
+    assert not torch.ones(2, device="meta").is_cuda
 
 
 def test_parameters_and_gradients_keep_their_identity_when_moved() -> None:
