@@ -157,7 +157,10 @@ def decide(
         return Ending(WRONG_INPUT, change.cause)
     totals = {report.node: report.devices for report in sorted(reports, key=lambda r: r.node)}
     source = newest_complete(reports)
-    failed = culprits(reports, planned=change.kind in ("planned", "start", "leave"))
+    gone = sorted(set(ledger.allotted) - set(totals))
+    if gone and change.kind == "failure":
+        change = replace(change, cause=f"lost {', '.join(gone)}; first seen: {change.cause}")
+    failed = culprits(reports, only_kills=change.kind != "failure" or bool(gone))
     ledger = _number(ledger, reports)
     if change.kind == "start":
         _check_schedule(totals, rules)
@@ -216,13 +219,13 @@ def _uncommitted(version: WorldVersion) -> tuple[str, ...]:
 
 
 def culprits(
-    reports: Iterable[NodeReport], *, planned: bool = False
+    reports: Iterable[NodeReport], *, only_kills: bool = False
 ) -> tuple[tuple[str, WorkerExit], ...]:
     """The processes that failed by themselves, not because a peer did.
 
     Processes killed within a second of the first failure are all causes. Without one, only the
-    first failure is: the others saw its connection break. In a planned change peers leave at
-    slightly different times, so exceptions mean nothing and only kills count.
+    first failure is: the others saw its connection break. Where peers leave at slightly different
+    times, or a whole node is gone, exceptions mean nothing and `only_kills` count.
     """
     exits = sorted(
         (
@@ -241,7 +244,7 @@ def culprits(
         for item in exits
         if item[1].code < 0 and item[1].code not in _CONSEQUENCES and item[1].time <= window
     )
-    if killed or planned:
+    if killed or only_kills:
         return killed
     return (exits[0],)
 

@@ -251,6 +251,14 @@ def test_a_node_that_left_takes_its_devices_along() -> None:
     assert dict(decision.totals) == {"a": 4}
 
 
+def test_the_end_of_a_node_costs_no_device_of_the_nodes_that_saw_it() -> None:
+    found = reports(died("a", 1, 1, code=1))[1:]
+    decision = decide(started(), FAILURE, found, rules())
+    assert isinstance(decision, NextGeneration)
+    assert (decision.ledger.gpus, dict(decision.ledger.lost)) == (4, {})
+    assert decision.change.cause == "lost b; first seen: rank 1 died"
+
+
 def test_decisions_do_not_depend_on_the_order_of_reports() -> None:
     found = reports(died("a", 1, 1), died("b", 5, 1, code=1), version=4)
     assert decide(started(), FAILURE, found, rules()) == decide(
