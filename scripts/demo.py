@@ -26,6 +26,7 @@ SCRIPTS = Path(__file__).resolve().parent
 ROOT = SCRIPTS.parent
 PORT = 29517
 TIMEOUT_S = 400
+STORE = Path(f"/dev/shm/tenplex-demo-{os.getuid()}")
 console = Console(highlight=False)
 
 
@@ -66,14 +67,15 @@ def main() -> int:
     policy = write_policy(out / "policy.yaml", course)
     calm = write_policy(out / "calm.yaml", None)
     say(f"1/3 {course.steps} steps without a change, 8 ranks, TP2 PP2 DP2")
-    with running([agent(calm, plain, "solo", given.script, data, course.steps, nodes=1)], plain):
-        watch(plain, lambda run: None)
+    solo = agent(calm, plain, "solo", given.script, data, course.steps, nodes=1)
+    with running([solo], plain) as agents:
+        watch(plain, agents, lambda events: None)
     say("2/3 the same job on two nodes of 4 ranks, with changes")
     nodes = [
         agent(policy, elastic, node, given.script, data, course.steps, nodes=2) for node in "ab"
     ]
-    with running(nodes, elastic):
-        watch(elastic, Disturbance(elastic, course))
+    with running(nodes, elastic) as agents:
+        watch(elastic, agents, Disturbance(elastic, course))
     say("3/3 what it cost")
     report = ["report", str(elastic), "--baseline", str(plain), "--out", str(out)]
     code = subprocess.run(tenplex(*report), check=False).returncode
@@ -118,6 +120,7 @@ def agent(
         f"--job=demo-{run.name}",
         f"--node-name={node}",
         f"--run-dir={run}",
+        f"--store-dir={STORE}",
         f"--nnodes={nodes}",
         f"--nproc-per-node={8 // nodes}",
         "--rdzv-backend=c10d",
@@ -129,9 +132,10 @@ def agent(
 
 
 @contextmanager
-def running(commands: list[list[str]], run: Path) -> Iterator[None]:
+def running(commands: list[list[str]], run: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
     """Agents that are ended when the block is left; raises when one failed."""
     run.mkdir(mode=0o700)
+    shutil.rmtree(STORE, ignore_errors=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
     logs = [run / f"agent-{number}.log" for number in range(len(commands))]
@@ -140,7 +144,7 @@ def running(commands: list[list[str]], run: Path) -> Iterator[None]:
         for command, log in zip(commands, logs, strict=True)
     ]
     try:
-        yield
+        yield processes
         codes = [process.wait(30) for process in processes]
         if any(codes):
             raise SystemExit(f"agents ended with {codes}; see {run}/agent-*.log")
@@ -149,14 +153,19 @@ def running(commands: list[list[str]], run: Path) -> Iterator[None]:
             process.terminate()
         for process in processes:
             process.wait(30)
+        shutil.rmtree(STORE, ignore_errors=True)
 
 
-def watch(run: Path, disturb: Callable[[list[dict[str, Any]]], None]) -> None:
+def watch(
+    run: Path,
+    agents: list[subprocess.Popen[bytes]],
+    disturb: Callable[[list[dict[str, Any]]], None],
+) -> None:
     """Print steps and changes as they happen; returns when the job has ended."""
     deadline = time.monotonic() + TIMEOUT_S
     events, losses = Tail(run / "events.jsonl"), Tail(run / "losses.jsonl")
     layout = ""
-    while time.monotonic() < deadline:
+    while time.monotonic() < deadline and not any(agent.poll() for agent in agents):
         fresh = events.read()
         for event in fresh:
             if event["kind"] == "decided" and event["layout"] != layout:
@@ -169,7 +178,7 @@ def watch(run: Path, disturb: Callable[[list[dict[str, Any]]], None]) -> None:
             console.print(f"  step {row['step']:>3}  loss {loss:.5f}  {layout}")
         disturb(fresh)
         time.sleep(0.02)
-    raise SystemExit(f"the job did not end within {TIMEOUT_S} s; see {run}/agent-*.log")
+    raise SystemExit(f"the job failed or took over {TIMEOUT_S} s; see {run}/agent-*.log")
 
 
 class Tail:
