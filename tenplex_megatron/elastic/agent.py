@@ -11,10 +11,9 @@ import signal
 import socket
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
-from multiprocessing import connection
+from dataclasses import replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -31,14 +30,13 @@ from torch.distributed.elastic.agent.server.local_elastic_agent import LocalElas
 from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
-from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.elastic.board import Board
 from tenplex_megatron.elastic.control import ask, read_accepted
 from tenplex_megatron.elastic.desk import RequestDesk
-from tenplex_megatron.elastic.entry import WorkerTask
 from tenplex_megatron.elastic.events import EventLog
 from tenplex_megatron.elastic.forkserver import ForkServer, WorkerProcesses
 from tenplex_megatron.elastic.generation import ENVIRONMENT_VARIABLE, GenerationSpec
+from tenplex_megatron.elastic.job import JobSettings
 from tenplex_megatron.elastic.machine import (
     Accepted,
     AllDone,
@@ -61,38 +59,17 @@ from tenplex_megatron.elastic.membership import (
     Ledger,
     NextGeneration,
     NodeReport,
-    Rules,
     WorkerExit,
     decide,
 )
 from tenplex_megatron.elastic.requests import owner_only_folder
 from tenplex_megatron.errors import ConfigError, LayoutError, TransportError
-from tenplex_megatron.store.shared import SnapshotStore
 
-__all__ = ["ElasticAgent", "JobSettings"]
+__all__ = ["ElasticAgent"]
 
 logger = logging.getLogger(__name__)
 
 _KILL_S = 30.0
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class JobSettings:
-    """What an agent knows about its job before it meets the others."""
-
-    job: str
-    identity: str
-    node: str
-    min_nodes: int
-    rules: Rules
-    policy_path: Path
-    run_dir: Path
-    store: SnapshotStore
-    store_path: Path
-    task: WorkerTask
-    """What every worker runs, without layout flags."""
-    layout_flags: Callable[[ParallelLayout], Sequence[str]]
-    """Flags that make the framework build a layout."""
 
 
 class ElasticAgent(LocalElasticAgent):
@@ -120,7 +97,9 @@ class ElasticAgent(LocalElasticAgent):
         self._exits: list[WorkerExit] = []
         self._times: dict[str, float] = {}
         self._accepted = False
+        self._posted = False
         self._speaks = False
+        self._control = settings.run_dir
         self._worker_store: TCPStore | None = None
 
     @property
@@ -220,6 +199,7 @@ class ElasticAgent(LocalElasticAgent):
         self._times["started"] = time.time()
         self._exits = []
         self._accepted = False
+        self._control = self._new_control(decision.ledger.generation)
         workers = self._local_workers(decision)
         self._worker_group.workers = workers
         for device, pid in self._start_workers(self._worker_group).items():
@@ -305,13 +285,12 @@ class ElasticAgent(LocalElasticAgent):
             store=settings.store_path,
             policy=settings.policy_path,
             rundir=settings.run_dir,
-            control=self._control(),
+            control=self._control,
             source=present.source,
             times={"event": present.change.time, **self._times},
         )
 
-    def _control(self) -> Path:
-        number = self._generation().ledger.generation
+    def _new_control(self, number: int) -> Path:
         folder = self._settings.run_dir / "nodes" / self._settings.node / "control"
         return owner_only_folder(folder / f"generation-{number}")
 
@@ -340,6 +319,7 @@ class ElasticAgent(LocalElasticAgent):
                     case PostChange(change):
                         self._log("event", change=change.kind, cause=change.cause, at=change.time)
                         board.post_change(change)
+                        self._posted = True
                     case PostDone():
                         board.post_done()
                     case StopWorkers():
@@ -356,26 +336,30 @@ class ElasticAgent(LocalElasticAgent):
 
     def _collect(self, board: Board, decision: NextGeneration) -> list[Event]:
         """What happened within one interval."""
-        processes, interval = self._processes(), self._worker_group.spec.monitor_interval
-        sentinels = processes.sentinels() if processes is not None else []
-        if sentinels:
-            connection.wait(sentinels, interval)
-        else:
-            time.sleep(interval)
         events: list[Event] = []
-        if sentinels and not self._accepted:
-            accepted = read_accepted(self._control(), self._settings.node)
+        processes, interval = self._processes(), self._worker_group.spec.monitor_interval
+        if processes is None:
+            time.sleep(0.0 if self._posted else interval)
+        elif processes.wait_for_exit(0.0 if self._posted else interval):
+            events.extend(Exited(done) for done in self._new_exits())
+        self._posted = False
+        if self._leads(decision) and not self._accepted:
+            accepted = read_accepted(self._control, self._settings.node)
             if accepted is not None:
                 self._accepted = True
-                events.append(Accepted(accepted))
-        events.extend(Exited(done) for done in self._new_exits())
+                # Before the exits: what left, left because of this.
+                events.insert(0, Accepted(accepted))
         board.beat()
         if board.has_news():
-            events.extend(self._read_board(board))
+            events.extend(self._read_board(board, decision))
         self._desk.look(board, decision)
         return [*events, Tick(time.time())]
 
-    def _read_board(self, board: Board) -> list[Event]:
+    def _leads(self, decision: NextGeneration) -> bool:
+        """Whether global rank 0 runs here."""
+        return decision.ranks[0][0] == self._settings.node
+
+    def _read_board(self, board: Board, decision: NextGeneration) -> list[Event]:
         change = board.change()
         if change is not None:
             self._times = {"event": change.time, "detected": time.time()}
@@ -384,8 +368,8 @@ class ElasticAgent(LocalElasticAgent):
         if board.all_done():
             return [AllDone()]
         request = board.request()
-        if request is not None and self._generation().ranks[0][0] == self._settings.node:
-            ask(self._control(), request)
+        if request is not None and self._leads(decision):
+            ask(self._control, request)
         return []
 
     def _new_exits(self) -> list[WorkerExit]:

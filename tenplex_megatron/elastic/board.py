@@ -135,7 +135,7 @@ class Board:
             self.beat()
             silent = [i for i in self._members if not self._store.check([f"report/{i}"])]
             lost = {index for index in silent if self._is_lost(index)}
-            late = time.monotonic() > deadline - 1.0
+            late = time.monotonic() > deadline - timeout_s / 10
             if late or lost.issuperset(silent):
                 present = [i for i in self._members if i not in silent]
                 if present[0] == self._index:

@@ -1,7 +1,9 @@
 """What happens in a worker process between its fork and the training script?"""
 
+import atexit
 import dataclasses
 import importlib
+import io
 import json
 import logging
 import os
@@ -66,11 +68,17 @@ def run_task(task: WorkerTask) -> NoReturn:
     os.environ.update(task.environment)
     _redirect(task.stdout, sys.stdout.fileno())
     _redirect(task.stderr, sys.stderr.fileno())
+    # As torchrun's `python -u`: what was printed survives a kill.
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(line_buffering=True)
     _report_cold_start(task.preload)
     code = _guarded(lambda: worker_main(task))
     if code == HANDED_OVER:
         # The state is safe and the peers wait: nothing in the interpreter's shutdown is needed.
         _leave(code)
+    # A forked process ends without these, and scripts may have registered some.
+    vars(atexit)["_run_exitfuncs"]()
     sys.exit(code)
 
 

@@ -128,13 +128,16 @@ class WorkerProcesses(PContext):
             )
             self._processes[index] = self._server.start(f"worker-{index}", ready)
 
-    def sentinels(self) -> list[int]:
-        """Handles that become ready when a worker that was not reported yet ends."""
-        return [
+    def wait_for_exit(self, timeout_s: float) -> bool:
+        """Wait until a worker that was not reported yet ends; whether one did."""
+        sentinels = [
             process.sentinel
             for index, process in self._processes.items()
             if index not in self._reported
         ]
+        if not sentinels:
+            time.sleep(timeout_s)
+        return bool(sentinels and connection.wait(sentinels, timeout_s))
 
     def exits(self) -> Iterator[tuple[int, int, str]]:
         """Index, exit code and error message of every worker that ended since the last call."""

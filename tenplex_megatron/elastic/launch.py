@@ -25,9 +25,10 @@ from torch.distributed.run import config_from_args
 
 from tenplex_megatron.adapters.base import ArgumentAdapter
 from tenplex_megatron.config import ElasticPolicy, load_policy
-from tenplex_megatron.elastic.agent import ElasticAgent, JobSettings
+from tenplex_megatron.elastic.agent import ElasticAgent
 from tenplex_megatron.elastic.entry import WorkerTask, run_task
 from tenplex_megatron.elastic.forkserver import ForkServer
+from tenplex_megatron.elastic.job import JobSettings
 from tenplex_megatron.elastic.membership import Rules
 from tenplex_megatron.elastic.requests import default_run_dir, owner_only_folder
 from tenplex_megatron.errors import ConfigError, TransportError

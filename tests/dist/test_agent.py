@@ -311,3 +311,10 @@ def test_workers_start_cold_where_there_is_no_fork_server(make_job: Callable[...
 
 def parent(pid: int) -> int:
     return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_worker_says_why_it_starts_colder_than_it_should(make_job: Callable[..., Job]) -> None:
+    job = make_job()
+    job.start("3", "0", "preload", nodes="a", per_node=1)
+    assert job.codes() == {"a": 0}
+    assert "could not preload no_such_module (ModuleNotFoundError: No module named" in job.log()

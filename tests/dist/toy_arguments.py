@@ -42,7 +42,10 @@ def run_toy(arguments: Sequence[str]) -> int:
     logging.getLogger("tenplex_megatron").setLevel(logging.INFO)
     options, torchrun = parse_options(arguments)
     try:
-        return run_node(replace(options, session=None), torchrun, lambda _: ToyArguments())
+        toy = ToyArguments()
+        if "preload" in torchrun.training_script_args:
+            toy.preload = (*toy.preload, "no_such_module")
+        return run_node(replace(options, session=None), torchrun, lambda _: toy)
     except (ConfigError, StoreError) as error:
         sys.stderr.write(f"tenplex run: {error}\n")
         return 2
