@@ -17,6 +17,8 @@ _COMMANDS = {
     "run": "train under a policy, on this node",
     "resize": "change the number of devices of a running job",
     "report": "show what every change of a run cost",
+    "inspect": "show what snapshots or a checkpoint hold, and whether they are sound",
+    "plan": "show what a change of layout would move, without moving it",
 }
 _EPILOG = """examples:
   tenplex run --elastic-policy elastic.yaml --nnodes 2 --nproc-per-node 4 \\
@@ -59,6 +61,14 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         from tenplex_megatron.cli.report import report
 
         return report(arguments)
+    if command == "inspect":
+        from tenplex_megatron.cli.inspect import inspect
+
+        return inspect(arguments)
+    if command == "plan":
+        from tenplex_megatron.cli.plan import plan
+
+        return plan(arguments)
     from tenplex_megatron.cli.resize import resize
 
     return resize(arguments)
