@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 
+from tenplex_megatron.cpu.loading import patch_loading
 from tenplex_megatron.cpu.patching import Patches
 from tenplex_megatron.cpu.runtime import patch_runtime
 from tenplex_megatron.cpu.tensors import patch_tensors
@@ -50,6 +51,7 @@ def install() -> None:
         os.environ.setdefault(name, value)
     patch_tensors(patches)
     patch_runtime(patches)
+    patch_loading(patches)
     _disable_dynamo(patches)
     _RANDOM_LOGGER.addFilter(_one_generator)
     _active.append(patches)

@@ -20,7 +20,7 @@ from tenplex_megatron.core.codec import (
     collection_to_json,
     encode,
 )
-from tenplex_megatron.core.collection import TensorCollection
+from tenplex_megatron.core.collection import TensorCollection, join_names
 from tenplex_megatron.core.plan import ReshardPlan, Topology, plan_reshard
 from tenplex_megatron.core.region import Region
 from tenplex_megatron.core.tensors import Box, TensorSpec
@@ -149,24 +149,49 @@ def _gather_source(
         ranks = [rank for rank in reader.ranks if site.source_nodes.get(rank) == site.node]
         held = {rank: tuple(stored.box for stored in reader.boxes(rank)) for rank in ranks}
         mine = {
+            "digests": {
+                str(rank): {str(stored.box): stored.digest for stored in reader.boxes(rank)}
+                for rank in ranks
+            },
             "collection": collection_to_json(TensorCollection(reader.specs, held)),
             "progress": {str(rank): encode_value(reader.progress(rank)) for rank in ranks},
         }
     specs: dict[str, TensorSpec] = {}
     holdings: _Holdings = {}
     progress: dict[int, Progress] = {}
+    digests: dict[str, dict[str, str]] = {}
     for row in transport.gather(canonical(mine).encode(), timeout_s=timeout_s):
         entry = json.loads(row)
         if not entry:
             continue
         part = collection_from_json(entry["collection"])
+        digests.update(entry["digests"])
         _add_specs(specs, part.tensors)
         holdings.update(part.holdings)
         for rank, values in entry["progress"].items():
             progress[int(rank)] = cast(Progress, decode_value(values))
     if not holdings:
         raise LayoutError("no node of this generation holds any part of the chosen snapshot")
+    if site.rank == 0:
+        _report_divergence(digests)
     return specs, holdings, [progress[rank] for rank in sorted(progress)]
+
+
+def _report_divergence(digests: Mapping[str, Mapping[str, str]]) -> None:
+    """Copies of one box should be equal; where training let them drift apart, one of them wins."""
+    first: dict[str, tuple[str, str]] = {}
+    different: list[str] = []
+    for rank in sorted(digests, key=int):
+        for box, digest in digests[rank].items():
+            holder, expected = first.setdefault(box, (rank, digest))
+            if digest != expected:
+                different.append(f"{box} (ranks {holder} and {rank})")
+    if different:
+        logger.warning(
+            "replicas differ before the change, so training itself let them drift apart; one copy "
+            "of each is used from now on: %s",
+            join_names(different),
+        )
 
 
 def _add_specs(known: dict[str, TensorSpec], more: Mapping[str, TensorSpec]) -> None:

@@ -9,6 +9,7 @@ import hashlib
 import json
 import math
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 
 from tenplex_megatron.adapters.base import ArgumentAdapter
 from tenplex_megatron.core.mesh import ParallelLayout
@@ -17,27 +18,59 @@ from tenplex_megatron.planner.choose import ModelLimits
 
 __all__ = ["MegatronArguments"]
 
-LAYOUT_FLAGS = {
-    "--tensor-model-parallel-size": 1,
-    "--pipeline-model-parallel-size": 1,
-    "--num-layers-per-virtual-pipeline-stage": 1,
-    "--num-virtual-stages-per-pipeline-rank": 1,
-    "--context-parallel-size": 1,
-    "--expert-model-parallel-size": 1,
-    "--micro-batch-size": 1,
-    "--make-vocab-size-divisible-by": 1,
-    "--pipeline-model-parallel-layout": 1,
-    "--decoder-first-pipeline-num-layers": 1,
-    "--decoder-last-pipeline-num-layers": 1,
-    "--elastic-policy": 1,
-    "--data-cache-path": 1,
-    "--save": 1,
-    "--load": 1,
-    "--train-iters": 1,
-    "--log-interval": 1,
-    "--tensorboard-dir": 1,
+REFUSED_FLAGS = {
+    "--num-layers-per-virtual-pipeline-stage": "write VPP into the policy's layouts",
+    "--num-virtual-stages-per-pipeline-rank": "write VPP into the policy's layouts",
+    "--pipeline-model-parallel-layout": "write STAGES into the policy's layouts",
+    "--decoder-first-pipeline-num-layers": "write STAGES into the policy's layouts",
+    "--decoder-last-pipeline-num-layers": "write STAGES into the policy's layouts",
+    "--account-for-embedding-in-pipeline-split": "write STAGES into the policy's layouts",
+    "--account-for-loss-in-pipeline-split": "write STAGES into the policy's layouts",
+    "--use-mp-args-from-checkpoint-args": "the policy decides the layout, not a checkpoint",
+    "--yaml-cfg": "Megatron then ignores every flag; write the model as flags",
 }
-"""Flags that do not change what is trained, with their number of values."""
+"""Flags that would keep one layout whatever is appended, and what to do instead."""
+
+SAME_TRAINING = (
+    # where the model lies
+    "--tensor-model-parallel-size",
+    "--pipeline-model-parallel-size",
+    "--context-parallel-size",
+    "--expert-model-parallel-size",
+    "--expert-tensor-parallel-size",
+    "--sequence-parallel",
+    "--micro-batch-size",
+    # how long it trains, and where it writes and reads
+    "--elastic-policy",
+    "--train-iters",
+    "--train-samples",
+    "--exit-*",
+    "--eval-*",
+    "--data-cache-path",
+    "--num-workers",
+    "--num-dataset-builder-threads",
+    "--save",
+    "--save-*",
+    "--load",
+    "--no-save-*",
+    "--no-load-*",
+    "--ckpt-*",
+    "--async-save",
+    # what it says
+    "--log-*",
+    "--logging-level",
+    "--timing-log-*",
+    "--tensorboard-*",
+    "--wandb-*",
+    "--profile",
+    "--profile-*",
+    # how fast it is
+    "--distributed-timeout-*",
+    "--overlap-*",
+    "--recompute-*",
+    "--tp-comm-*",
+)
+"""Patterns of flags that do not change what is trained."""
 
 CPU_FLAGS = (
     "--distributed-backend=gloo",
@@ -81,7 +114,7 @@ class MegatronArguments(ArgumentAdapter):
         return ModelLimits(
             num_layers=_required(found.num_layers, "--num-layers"),
             num_heads=heads,
-            num_query_groups=groups or heads,
+            num_query_groups=groups,
             global_batch_size=_required(found.global_batch_size, "--global-batch-size"),
             micro_batch_size=_required(found.micro_batch_size, "--micro-batch-size"),
         )
@@ -95,16 +128,15 @@ class MegatronArguments(ArgumentAdapter):
             f"--tensor-model-parallel-size={layout.tp}",
             f"--pipeline-model-parallel-size={layout.pp}",
             f"--context-parallel-size={layout.cp}",
-            f"--make-vocab-size-divisible-by={self._vocab_divisor(found, layout, allowed)}",
+            f"--expert-model-parallel-size={layout.ep}",
+            f"--make-vocab-size-divisible-by={_vocab_divisor(found, layout, allowed)}",
         ]
-        if layout.ep > 1:
-            flags.append(f"--expert-model-parallel-size={layout.ep}")
-        if layout.vpp > 1:
-            flags.append(f"--num-virtual-stages-per-pipeline-rank={layout.vpp}")
         if layout.micro_batch_size is not None:
             flags.append(f"--micro-batch-size={layout.micro_batch_size}")
         if layout.stage_layers is not None:
-            flags.append(f"--pipeline-model-parallel-layout={_stages(layout.stage_layers)}")
+            flags.append(f"--pipeline-model-parallel-layout={_stages(layout)}")
+        elif layout.vpp > 1:
+            flags.append(f"--num-virtual-stages-per-pipeline-rank={layout.vpp}")
         return flags
 
     def device_arguments(self, device: str) -> list[str]:
@@ -112,49 +144,77 @@ class MegatronArguments(ArgumentAdapter):
         return list(CPU_FLAGS) if device == "cpu" else []
 
     def identity(self, argv: Sequence[str]) -> str:
-        """See `ArgumentAdapter.identity`: all flags but those that say where and how fast."""
-        kept, skip = [], 0
-        for token in argv:
-            flag, _, value = token.partition("=")
-            if flag in LAYOUT_FLAGS:
-                skip = 0 if value else LAYOUT_FLAGS[flag]
-            elif skip:
-                skip -= 1
-            else:
-                kept.append(token)
-        return hashlib.sha256(json.dumps(kept).encode()).hexdigest()[:16]
+        """See `ArgumentAdapter.identity`: all flags but those that say where and how fast.
 
-    @staticmethod
-    def _vocab_divisor(
-        found: argparse.Namespace, layout: ParallelLayout, allowed: Sequence[ParallelLayout]
-    ) -> int:
-        """Keep the padded vocabulary the same size under every allowed TP.
-
-        Megatron pads to a multiple of divisor x TP; padding rows take part in the softmax, so
-        another number of them would change the loss (256 rows padded to 512 raised it by ln 2).
+        The spelling (`--lr 1`, `--lr=1`) and the order of flags do not count.
         """
-        sizes = {layout.tp, *(other.tp for other in allowed)}
-        return int(found.make_vocab_size_divisible_by) * math.lcm(*sizes) // layout.tp
+        kept = {
+            flag: values
+            for flag, values in _by_flag(argv).items()
+            if not any(fnmatchcase(flag, pattern) for pattern in SAME_TRAINING)
+        }
+        return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
+    """The values of every flag; the last of equal flags counts, as in argparse.
+
+    >>> _by_flag(["--lr", "1", "--split=98,1,1", "--data-path", "0.5", "a", "--lr=2"])
+    {'--lr': ['2'], '--split': ['98,1,1'], '--data-path': ['0.5', 'a']}
+    """
+    found: dict[str, list[str]] = {}
+    values: list[str] = []
+    for token in argv:
+        if token.startswith("--"):
+            flag, equals, value = token.partition("=")
+            values = found[flag] = [value] if equals else []
+        else:
+            values.append(token)
+    return found
+
+
+def _vocab_divisor(
+    found: argparse.Namespace, layout: ParallelLayout, allowed: Sequence[ParallelLayout]
+) -> int:
+    """Keep the padded vocabulary the same size under every allowed TP.
+
+    Megatron pads to a multiple of divisor x TP; padding rows take part in the softmax, so another
+    number of them would change the loss (256 rows padded to 512 raised it by ln 2).
+    """
+    sizes = {layout.tp, *(other.tp for other in allowed)}
+    for size in sorted(sizes):
+        if found.padded_vocab_size is not None and found.padded_vocab_size % size:
+            raise ConfigError(
+                f"--padded-vocab-size {found.padded_vocab_size} does not divide by TP{size}, which "
+                "the policy allows; take a multiple of it, or leave the flag out"
+            )
+    return math.lcm(found.make_vocab_size_divisible_by, *sizes) // layout.tp
 
 
 def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for flag in (
-        "--num-layers",
-        "--num-attention-heads",
-        "--num-query-groups",
-        "--global-batch-size",
-        "--micro-batch-size",
-    ):
-        parser.add_argument(flag, type=int)
+    for flag in _by_flag(argv):
+        if flag in REFUSED_FLAGS:
+            raise ConfigError(
+                f"{flag}: not possible in a job whose layout changes; {REFUSED_FLAGS[flag]}"
+            )
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
+    for flag in ("layers", "attention-heads"):
+        parser.add_argument(f"--num-{flag}", type=int)
+    for flag in ("global", "micro"):
+        parser.add_argument(f"--{flag}-batch-size", type=int)
+    # These are Megatron's own defaults.
+    parser.add_argument("--num-query-groups", type=int, default=1)
     parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
+    parser.add_argument("--padded-vocab-size", type=int)
     parser.add_argument("--group-query-attention", action="store_true")
     try:
         found, _ = parser.parse_known_args(list(argv))
-    except SystemExit as error:
-        raise ConfigError(
-            "the training script's flags could not be read; see the line above"
-        ) from error
+    except argparse.ArgumentError as error:
+        raise ConfigError(f"the training script's flags: {error}") from error
+    for name, value in vars(found).items():
+        if value is not None and not isinstance(value, bool) and value < 1:
+            flag = f"--{name.replace('_', '-')}"
+            raise ConfigError(f"the training script's flags: {flag}: expected from 1, got {value}")
     return found
 
 
@@ -167,12 +227,15 @@ def _required(value: int | None, flag: str) -> int:
     return value
 
 
-def _stages(layers: Sequence[int]) -> str:
-    """Megatron's layout string: E embedding, t layer, L loss, | between stages.
+def _stages(layout: ParallelLayout) -> str:
+    """Megatron's layout string: E embedding, t layer, L loss, | between stages, in model order.
 
-    >>> _stages((1, 2))
+    >>> _stages(ParallelLayout(pp=2, stage_layers=(1, 2)))
     'Et|ttL'
     """
+    layers = layout.stage_layers or ()
+    if len(layers) == layout.pp:
+        layers = tuple(count // layout.vpp for count in layers) * layout.vpp
     stages = ["t" * count for count in layers]
     stages[0] = "E" + stages[0]
     stages[-1] += "L"

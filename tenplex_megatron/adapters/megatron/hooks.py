@@ -34,7 +34,7 @@ class MegatronAdapter(FrameworkAdapter):
         _wrap(training, "setup_model_and_optimizer", self._build(observer))
         _wrap(training, "train_step", self._keep_losses)
         _wrap(training, "checkpoint_and_decide_exit", self._step(observer))
-        _wrap(training, "train", self._leave(observer))
+        _wrap(training, "train", self._train(observer))
         if observer.audits_samples:
             _audit_samples(observer)
 
@@ -79,11 +79,12 @@ class MegatronAdapter(FrameworkAdapter):
 
         return step
 
-    @staticmethod
-    def _leave(observer: StepObserver) -> Callable[..., Any]:
+    def _train(self, observer: StepObserver) -> Callable[..., Any]:
         """Megatron finishes its own work (checkpoints, trackers), then leaves with exit code 0."""
 
         def train(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            if self._state is not None:
+                self._state.resume_streams()
             try:
                 return original(*args, **kwargs)
             except SystemExit:

@@ -53,6 +53,8 @@ class MegatronState(TrainingState):
         self._args = args
         self._random_names: dict[str, str] = {}
         self._random_memory: dict[str, torch.Tensor] = {}
+        self._pending_streams: dict[str, torch.Tensor] | None = None
+        """Streams to set before the first step; empty: derive them; None: leave them alone."""
         self.step = 0
         self.floating_point_operations = 0.0
         optimizers.prepare_state(optimizer)
@@ -175,17 +177,23 @@ class MegatronState(TrainingState):
         return self.step
 
     def finish_import(self) -> None:
-        """See `TrainingState.finish_import`."""
+        """See `TrainingState.finish_import`; random streams follow with `resume_streams`."""
         optimizers.refresh_model(self._optimizer, self._model)
-        if self._random_names:
-            randomness.import_streams(self._random_memory)
+        imported = {name: memory.clone() for name, memory in self._random_memory.items()}
+        self._pending_streams = imported if self._random_names else {}
+
+    def resume_streams(self) -> None:
+        """Set the imported random streams; right before the first step, and only after an import.
+
+        Building data loaders draws from them, which an uninterrupted run does not do here.
+        """
+        if self._pending_streams is None:
+            return
+        if self._pending_streams:
+            randomness.import_streams(self._pending_streams)
         else:
             randomness.reseed(self._args.seed, self.step, self._args.data_parallel_random_init)
-
-    @property
-    def random_streams_continue(self) -> bool:
-        """Whether stored random streams fit; False when new ones were derived from (seed, step)."""
-        return bool(self._random_names)
+        self._pending_streams = None
 
 
 def _pieces(
