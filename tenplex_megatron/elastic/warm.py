@@ -6,7 +6,9 @@ failure is kept with its reason, so that a worker that starts cold can say why.
 
 import gc
 import importlib
+import logging
 import os
+import warnings
 
 from tenplex_megatron.elastic.lifeline import end_with_parent, is_child_of_agent
 
@@ -20,6 +22,17 @@ loaded: list[str] = []
 
 
 def _warm() -> None:
+    # What optional kernels are missing is said by every worker that starts cold, and by nobody else.
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _import_all()
+    # Collections in workers then leave the shared pages alone, which keeps them shared.
+    gc.collect()
+    gc.freeze()
+
+
+def _import_all() -> None:
     for name in filter(None, os.environ.get(PRELOAD_VARIABLE, "").split(":")):
         try:
             importlib.import_module(name)
@@ -27,9 +40,6 @@ def _warm() -> None:
             failures[name] = f"{type(error).__name__}: {error}"
         else:
             loaded.append(name)
-    # Collections in workers then leave the shared pages alone, which keeps them shared.
-    gc.collect()
-    gc.freeze()
 
 
 if is_child_of_agent():
