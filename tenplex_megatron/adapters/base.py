@@ -121,8 +121,16 @@ class StepObserver(ABC):
         """The weights are about to change; blocks until a running copy of them is finished."""
 
     @abstractmethod
-    def on_step(self, step: int, losses: Mapping[str, float] | None) -> bool:
-        """A step is finished; True when the process should leave its training loop now."""
+    def on_step(
+        self, step: int, losses: Mapping[str, float] | None, *, is_last: bool = False
+    ) -> bool:
+        """A step is finished; True when the process should leave its training loop now.
+
+        Args:
+            step: how many steps are finished.
+            losses: of this step, where they are known.
+            is_last: the framework itself leaves its loop after this step, on all ranks.
+        """
 
     @abstractmethod
     def on_samples(self, first_batch: int, ids: Sequence[int]) -> None:

@@ -140,7 +140,9 @@ class _Recorder(StepObserver):
     def before_update(self) -> None:
         """Never reached."""
 
-    def on_step(self, step: int, losses: Mapping[str, float] | None) -> bool:
+    def on_step(
+        self, step: int, losses: Mapping[str, float] | None, *, is_last: bool = False
+    ) -> bool:
         del step, losses
         return True
 

@@ -33,13 +33,18 @@ logger = logging.getLogger(__name__)
 _sessions: list["ElasticSession"] = []
 
 
-def install(spec: GenerationSpec) -> None:
-    """Hook this process into its framework; once, before the training script runs."""
+def install(spec: GenerationSpec, *, plans_changes: bool = True) -> None:
+    """Hook this process into its framework; once, before the training script runs.
+
+    Args:
+        spec: the generation this process belongs to.
+        plans_changes: whether somebody starts the next generation after a planned change.
+    """
     if _sessions:
         return
     policy = load_policy(spec.policy)
     rank = int(os.environ["RANK"])
-    control = StepControl(spec, policy) if rank == 0 else None
+    control = StepControl(spec, policy) if rank == 0 and plans_changes else None
     session = ElasticSession(spec, rank, policy, control)
     framework_adapter(policy.framework).install(session)
     _sessions.append(session)
@@ -126,7 +131,9 @@ class ElasticSession(StepObserver):
         """See `StepObserver.on_samples`."""
         self._samples.add(first_batch, ids)
 
-    def on_step(self, step: int, losses: Mapping[str, float] | None) -> bool:
+    def on_step(
+        self, step: int, losses: Mapping[str, float] | None, *, is_last: bool = False
+    ) -> bool:
         """See `StepObserver.on_step`."""
         snapshots, transport = self._snapshots, self._transport
         if snapshots is None or transport is None:
@@ -145,18 +152,28 @@ class ElasticSession(StepObserver):
             self._mark("leaving", step=step)
             if self._audit is not None:
                 self._mark("fingerprint", tensors=self._audit.fingerprint(), when="departure")
-            snapshots.start(step, self._committed)
-            (behind,) = transport.agree((-snapshots.wait(),), timeout_s=timeout_s)
-            self._commit(-behind)
+            self._commit_now(step, snapshots, transport)
             if change is not None and self._control is not None:
                 self._control.accept(change)
             self._exit_code = HANDED_OVER
             self._mark("handed_over", step=step)
             snapshots.close()
             self._background.shutdown()
+        elif is_last:
+            # A later start, with other devices or more steps, goes on from here.
+            self._commit_now(step, snapshots, transport)
         elif step % self._policy.snapshot.every_steps == 0:
             snapshots.start(step, self._committed)
         return bool(leaves)
+
+    def _commit_now(
+        self, step: int, snapshots: Snapshotter, transport: ProcessGroupTransport
+    ) -> None:
+        snapshots.start(step, self._committed)
+        (behind,) = transport.agree(
+            (-snapshots.wait(),), timeout_s=self._policy.timeouts.exchange_s
+        )
+        self._commit(-behind)
 
     def _import(self, state: TrainingState) -> None:
         source = self._spec.source

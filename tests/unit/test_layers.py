@@ -19,6 +19,7 @@ LAYERS = {
     "adapters": 5,
     "cpu": 5,
     "elastic": 6,
+    "auto": 7,
     "cli": 7,
     "testing": 7,
 }

@@ -6,7 +6,11 @@ so setting the attribute is enough, and they have held from core_v0.12 to core_v
 """
 
 import functools
+import logging
+import os
+import sys
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 from megatron.training import arguments, training
@@ -19,6 +23,8 @@ from tenplex_megatron.adapters.megatron.state import MegatronState
 
 __all__ = ["MegatronAdapter"]
 
+logger = logging.getLogger(__name__)
+
 
 class MegatronAdapter(FrameworkAdapter):
     """Megatron-LM's `pretrain`, with the script unchanged."""
@@ -29,6 +35,7 @@ class MegatronAdapter(FrameworkAdapter):
 
     def install(self, observer: StepObserver) -> None:
         """See `FrameworkAdapter.install`."""
+        _warn_of_another_megatron(Path(sys.argv[0]))
         use_built_helpers()
         _wrap(arguments, "add_megatron_arguments", self._add_flag)
         _wrap(training, "setup_model_and_optimizer", self._build(observer))
@@ -57,6 +64,7 @@ class MegatronAdapter(FrameworkAdapter):
                 self._state = MegatronState(model, optimizer, scheduler, get_args())
                 optimizer.step = _fenced(observer, optimizer.step)
                 observer.on_built(self._state)
+                _say_if_finished()
             return model, optimizer, scheduler
 
         return build
@@ -75,7 +83,8 @@ class MegatronAdapter(FrameworkAdapter):
                 return leaves
             # (model, optimizer, scheduler, iteration, operations, ...), positional everywhere.
             state.step, state.floating_point_operations = int(args[3]), float(args[4])
-            return observer.on_step(state.step, self._losses) or leaves
+            is_last = bool(leaves) or state.step >= get_args().train_iters
+            return observer.on_step(state.step, self._losses, is_last=is_last) or leaves
 
         return step
 
@@ -107,6 +116,31 @@ def _fenced(observer: StepObserver, update: Callable[[], Any]) -> Callable[[], A
         return update()
 
     return fenced
+
+
+def _warn_of_another_megatron(script: Path) -> None:
+    """A checkout's scripts lie beside its `megatron`; loaded is what was found first."""
+    beside = script.resolve().parent / "megatron"
+    used = Path(str(training.__file__)).parents[1]
+    if os.environ.get("RANK", "0") == "0" and (beside / "training").is_dir() and used != beside:
+        logger.warning(
+            "megatron is imported from %s, not from %s beside the script; set PYTHONPATH=%s to "
+            "use that one",
+            used,
+            beside,
+            beside.parent,
+        )
+
+
+def _say_if_finished() -> None:
+    args = get_args()
+    if args.iteration >= args.train_iters and os.environ.get("RANK", "0") == "0":
+        logger.warning(
+            "step %s of %s is done already, nothing is left to train: raise --train-iters, or "
+            "remove the job's snapshots to start anew",
+            args.iteration,
+            args.train_iters,
+        )
 
 
 def _audit_samples(observer: StepObserver) -> None:
