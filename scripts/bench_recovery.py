@@ -112,8 +112,7 @@ def our_job(data: Path) -> tuple[list[str], Callable[[], list[tuple[int, float, 
                 pids[event["generation"]] = max(event["pids"].values())
             if event["kind"] == "first_step":
                 seen.append((event["generation"], event["time"], 0))
-        for row in losses.read():
-            seen.append((row["generation"], 0.0, pids[row["generation"]]))
+        seen.extend((row["generation"], 0.0, pids[row["generation"]]) for row in losses.read())
         return seen
 
     return command, steps
@@ -175,10 +174,16 @@ def wait_for(process: subprocess.Popen[bytes], found: Callable[[], list[Any]]) -
         if rows := found():
             return rows
         if process.poll() is not None:
-            text = (WORK / "log").read_text()[-3000:]
-            raise SystemExit(f"the job ended with {process.returncode}:\n{text}")
+            raise SystemExit(f"the job ended with {process.returncode}; see {keep_log()}")
         time.sleep(0.01)
-    raise SystemExit(f"nothing happened for {LIMIT_S} s:\n{(WORK / 'log').read_text()[-3000:]}")
+    raise SystemExit(f"nothing happened for {LIMIT_S} s; see {keep_log()}")
+
+
+def keep_log() -> Path:
+    """Where the log of the job that failed now lies."""
+    kept = ROOT / "out/bench_recovery.log"
+    shutil.copy(WORK / "log", kept)
+    return kept
 
 
 def worker() -> None:

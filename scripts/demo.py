@@ -22,6 +22,8 @@ from typing import Any
 from demo_model import model_flags
 from rich.console import Console
 
+from tenplex_megatron.elastic.requests import post_request
+
 SCRIPTS = Path(__file__).resolve().parent
 ROOT = SCRIPTS.parent
 PORT = 29517
@@ -54,7 +56,10 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer steps")
     parser.add_argument("--out", type=Path, default=ROOT / "out/demo", help="results go here")
     parser.add_argument(
-        "--script", type=Path, default=SCRIPTS / "pretrain_gpt.py", help="a Megatron training script"
+        "--script",
+        type=Path,
+        default=SCRIPTS / "pretrain_gpt.py",
+        help="a Megatron training script",
     )
     given = parser.parse_args()
     started = time.monotonic()
@@ -67,12 +72,13 @@ def main() -> int:
     policy = write_policy(out / "policy.yaml", course)
     calm = write_policy(out / "calm.yaml", None)
     say(f"1/3 {course.steps} steps without a change, 8 ranks, TP2 PP2 DP2")
-    solo = agent(calm, plain, "solo", given.script, data, course.steps, nodes=1)
+    solo = agent(calm, plain, "solo", script=given.script, data=data, steps=course.steps, nodes=1)
     with running([solo], plain) as agents:
         watch(plain, agents, lambda events: None)
     say("2/3 the same job on two nodes of 4 ranks, with changes")
     nodes = [
-        agent(policy, elastic, node, given.script, data, course.steps, nodes=2) for node in "ab"
+        agent(policy, elastic, node, script=given.script, data=data, steps=course.steps, nodes=2)
+        for node in "ab"
     ]
     with running(nodes, elastic) as agents:
         watch(elastic, agents, Disturbance(elastic, course))
@@ -111,7 +117,7 @@ def write_policy(path: Path, course: Course | None) -> Path:
 
 
 def agent(
-    policy: Path, run: Path, node: str, script: Path, data: Path, steps: int, *, nodes: int
+    policy: Path, run: Path, node: str, *, script: Path, data: Path, steps: int, nodes: int
 ) -> list[str]:
     """The command line of one node's agent."""
     return tenplex(
@@ -222,9 +228,9 @@ class Disturbance:
             if row["step"] >= self._course.kill and not self._killed:
                 self._kill()
             if row["step"] >= self._course.grow and not self._grown:
+                # What `tenplex resize --gpus 8` does, without waiting for Python to start.
                 self._grown = True
-                resize = tenplex("resize", "--gpus=8", f"--run-dir={self._run}", "--no-wait")
-                subprocess.Popen(resize, stdout=subprocess.DEVNULL)
+                post_request(self._run, 8)
 
     def _kill(self) -> None:
         self._killed = True

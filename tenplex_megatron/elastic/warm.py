@@ -22,7 +22,7 @@ loaded: list[str] = []
 
 
 def _warm() -> None:
-    # What optional kernels are missing is said by every worker that starts cold, and by nobody else.
+    # Which optional kernels are missing is only worth saying in a worker that starts cold.
     logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
