@@ -44,6 +44,8 @@ SAME_TRAINING = (
     "--elastic-policy",
     "--train-iters",
     "--train-samples",
+    "--use-checkpoint-opt*scheduler",
+    "--override-opt*scheduler",
     "--exit-*",
     "--eval-*",
     "--data-cache-path",

@@ -170,7 +170,13 @@ class MegatronState(TrainingState):
         self._args.num_floating_point_operations_so_far = self.floating_point_operations
         update_num_microbatches(consumed_samples=self._args.consumed_train_samples, verbose=False)
         # The schedule first: it rewrites the learning rates that the stored groups then set.
-        self._scheduler.load_state_dict(dict(first["schedule"]))
+        try:
+            self._scheduler.load_state_dict(dict(first["schedule"]))
+        except AssertionError as error:
+            raise LayoutError(
+                f"the schedule of the snapshot is another one: {error}; keep the flags of the "
+                "learning rate and --train-iters, or add --override-opt_param-scheduler"
+            ) from error
         optimizers.load_optimizer_progress(
             self._optimizer, [entry["optimizers"] for entry in stored]
         )
