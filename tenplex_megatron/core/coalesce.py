@@ -1,26 +1,28 @@
 """How is a plan's remote traffic cut into messages, so that few bytes are in flight at once?
 
-Pure, and computed alike on both ends of every pair: message `i` of a pair has the same transfers,
-in the same order, for its sender and its receiver.
+Pure, and computed alike on both ends of every pair: round `i` of a pair has the same transfers, in
+the same order, for its sender and its receiver.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from tenplex_megatron.core.plan import ReshardPlan, Transfer
 from tenplex_megatron.core.region import Region
 
-__all__ = ["Round", "message_rounds"]
+__all__ = ["Round", "cut_into_messages", "message_rounds"]
 
 MESSAGE_BYTES = 8 << 20
 SMALLEST_MESSAGE_BYTES = 64 << 10
+ALONE_BYTES = 64 << 10
+"""A transfer of this size is a message of its own, so that it needs no packing."""
 STAGING_FRACTION = 8
 """Messages in flight take at most 1/8 of a rank's own shard in each direction."""
 
 
 @dataclass(frozen=True, slots=True)
 class Round:
-    """The messages one rank sends and receives at the same time: peer -> transfers, in order."""
+    """What one rank sends and receives at the same time: peer -> transfers, in order."""
 
     sends: Mapping[int, tuple[Transfer, ...]] = field(default_factory=dict)
     receives: Mapping[int, tuple[Transfer, ...]] = field(default_factory=dict)
@@ -29,7 +31,7 @@ class Round:
 def message_rounds(plan: ReshardPlan, rank: int) -> Iterator[Round]:
     """The rounds of one rank.
 
-    Every rank walks its own rounds in order; message `i` of every pair is in round `i` of both.
+    Every rank walks its own rounds in order; row `i` of every pair is in round `i` of both.
     """
     itemsize = {name: spec.itemsize for name, spec in plan.tensors.items()}
     pairs: dict[tuple[int, int], list[Transfer]] = {}
@@ -51,6 +53,15 @@ def message_rounds(plan: ReshardPlan, rank: int) -> Iterator[Round]:
             sends={target: row for (sender, target), row in current.items() if sender == rank},
             receives={sender: row for (sender, target), row in current.items() if target == rank},
         )
+
+
+def cut_into_messages(
+    transfers: Sequence[Transfer], nbytes: Callable[[Transfer], int]
+) -> tuple[tuple[Transfer, ...], ...]:
+    """One pair's transfers of one round as messages: large ones alone, the others together."""
+    alone = [transfer for transfer in transfers if nbytes(transfer) >= ALONE_BYTES]
+    together = tuple(transfer for transfer in transfers if nbytes(transfer) < ALONE_BYTES)
+    return (*((transfer,) for transfer in alone), *([together] if together else []))
 
 
 def _budget(
