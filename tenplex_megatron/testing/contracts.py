@@ -4,18 +4,23 @@ The test file of an implementation subclasses the suite and gives it a fixture.
 """
 # ruff: noqa: D102  # the names of these tests are sentences
 
-from collections.abc import Mapping, Sequence
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
+from typing import Any
 
 import pytest
+import torch
 
 from tenplex_megatron.core.region import Region
 from tenplex_megatron.core.tensors import Box, TensorSpec
-from tenplex_megatron.errors import StoreError
+from tenplex_megatron.errors import StoreError, TransportError
 from tenplex_megatron.store.base import TensorReader, TensorStore, TensorWriter
 from tenplex_megatron.store.values import PlainValue
+from tenplex_megatron.transport.base import Transport
 
-__all__ = ["StoreContract"]
+__all__ = ["RankDiesError", "StoreContract", "TransportContract", "TransportWorld"]
 
 _SPECS = MappingProxyType(
     {
@@ -225,3 +230,172 @@ class StoreContract:
         assert store.inventory() == ()
         writer.finish(10, {"object": None})
         assert [held.version for held in store.inventory()] == [10]
+
+
+class RankDiesError(Exception):
+    """Raised by the body of a rank that is to die without a word at this point."""
+
+
+class TransportWorld(ABC):
+    """Starts ranks that have a transport between them."""
+
+    @abstractmethod
+    def run(
+        self, body: Callable[..., Any], num_ranks: int, *args: object, may_die: Sequence[int] = ()
+    ) -> list[Any]:
+        """What `body(rank, transport, *args)` returns on each rank; None for a rank that dies.
+
+        `body` is a function of a module. The first error of any rank is raised.
+        """
+
+
+class TransportContract:
+    """Every `Transport`; subclasses give the fixture `world`."""
+
+    def test_every_message_arrives_in_order_and_unchanged(self, world: TransportWorld) -> None:
+        for got in world.run(_exchange_numbered, 3, (5, 1, 1 << 20)):
+            assert got == "as sent"
+
+    def test_empty_messages_and_empty_exchanges_pass(self, world: TransportWorld) -> None:
+        for got in world.run(_exchange_numbered, 2, (0, 3, 0)):
+            assert got == "as sent"
+        for got in world.run(_exchange_numbered, 2, ()):
+            assert got == "as sent"
+
+    def test_a_pair_may_exchange_while_others_do_nothing(self, world: TransportWorld) -> None:
+        assert world.run(_one_pair, 3) == [0, 1000, 0]
+
+    def test_many_rounds_reuse_the_same_memory(self, world: TransportWorld) -> None:
+        assert world.run(_many_rounds, 3, 200) == [True, True, True]
+
+    def test_counted_bytes_are_the_bytes_that_were_sent(self, world: TransportWorld) -> None:
+        rows = world.run(_traffic, 3)
+        assert [sent for sent, _, _ in rows] == [2 * 10, 2 * 110, 2 * 210]
+        assert [received for _, received, _ in rows] == [110 + 210, 10 + 210, 10 + 110]
+        assert [messages for _, _, messages in rows] == [2, 2, 2]
+
+    def test_payloads_of_unequal_size_are_gathered_in_rank_order(
+        self, world: TransportWorld
+    ) -> None:
+        for payloads in ((b"a", b"", b"ccc"), (b"", b"", b""), (b"x" * 70_000, b"y", b"")):
+            assert world.run(_gather, 3, payloads) == [list(payloads)] * 3
+
+    def test_all_ranks_agree_on_the_largest_values(self, world: TransportWorld) -> None:
+        rows = [(1, -5, 1 << 47), (0, -7, -(1 << 47)), (2, -9, 0)]
+        assert world.run(_agree, 3, rows) == [[2, -5, 1 << 47]] * 3
+
+    def test_one_rank_alone_talks_to_itself(self, world: TransportWorld) -> None:
+        assert world.run(_gather, 1, (b"mine",)) == [[b"mine"]]
+        assert world.run(_agree, 1, [(3, -4)]) == [[3, -4]]
+
+    @pytest.mark.parametrize("operation", ["exchange", "gather", "agree"])
+    def test_a_dead_peer_is_an_error_at_once(self, world: TransportWorld, operation: str) -> None:
+        (text, seconds), dead = world.run(_meet_a_dead_peer, 2, operation, may_die=[1])
+        assert dead is None
+        assert "rank 0 of 2" in text
+        assert seconds < 10
+
+    @pytest.mark.parametrize("operation", ["exchange", "gather", "agree"])
+    def test_a_silent_peer_is_an_error_in_time(self, world: TransportWorld, operation: str) -> None:
+        text, seconds = world.run(_meet_a_silent_peer, 2, operation)[0]
+        assert "rank 0 of 2" in text
+        assert 0.3 < seconds < 10
+
+
+_TIMEOUT_S = 60.0
+
+
+def _numbered(sender: int, receiver: int, index: int, nbytes: int) -> torch.Tensor:
+    start = sender * 7 + receiver * 31 + index * 3
+    return (torch.arange(start, start + nbytes) % 251).to(torch.uint8)
+
+
+def _exchange_numbered(rank: int, transport: Transport, sizes: Sequence[int]) -> str:
+    peers = range(len(transport.gather(b"", timeout_s=_TIMEOUT_S)))
+    others = [peer for peer in peers if peer != rank]
+    sends = {
+        peer: [_numbered(rank, peer, index, nbytes) for index, nbytes in enumerate(sizes)]
+        for peer in others
+    }
+    receives = {peer: [torch.zeros(n, dtype=torch.uint8) for n in sizes] for peer in others}
+    transport.exchange(sends, receives, timeout_s=_TIMEOUT_S)
+    for peer, row in receives.items():
+        for index, tensor in enumerate(row):
+            expected = _numbered(peer, rank, index, sizes[index])
+            assert torch.equal(tensor, expected), f"message {index} of rank {peer} is wrong"
+    return "as sent"
+
+
+def _one_pair(rank: int, transport: Transport) -> int:
+    landing = torch.zeros(1000, dtype=torch.uint8)
+    sends = {1: [torch.ones(1000, dtype=torch.uint8)]} if rank == 0 else {}
+    receives = {0: [landing]} if rank == 1 else {}
+    transport.exchange(sends, receives, timeout_s=_TIMEOUT_S)
+    return int(landing.sum())
+
+
+def _many_rounds(rank: int, transport: Transport, rounds: int) -> bool:
+    after, before = (rank + 1) % 3, (rank - 1) % 3
+    leaving = torch.empty(100, dtype=torch.uint8)
+    landing = torch.empty(100, dtype=torch.uint8)
+    for number in range(rounds):
+        leaving.fill_((number + rank) % 256)
+        landing.fill_(255)
+        transport.exchange({after: [leaving]}, {before: [landing]}, timeout_s=_TIMEOUT_S)
+        if not bool((landing == (number + before) % 256).all()):
+            return False
+    return True
+
+
+def _traffic(rank: int, transport: Transport) -> tuple[int, int, int]:
+    peers = [peer for peer in range(3) if peer != rank]
+    transport.gather(b"not counted", timeout_s=_TIMEOUT_S)
+    transport.exchange(
+        {peer: [torch.zeros(100 * rank + 10, dtype=torch.uint8)] for peer in peers},
+        {peer: [torch.zeros(100 * peer + 10, dtype=torch.uint8)] for peer in peers},
+        timeout_s=_TIMEOUT_S,
+    )
+    traffic = transport.traffic
+    return traffic.sent_bytes, traffic.received_bytes, traffic.messages
+
+
+def _gather(rank: int, transport: Transport, payloads: Sequence[bytes]) -> list[bytes]:
+    return transport.gather(payloads[rank], timeout_s=_TIMEOUT_S)
+
+
+def _agree(rank: int, transport: Transport, rows: Sequence[Sequence[int]]) -> list[int]:
+    return transport.agree(rows[rank], timeout_s=_TIMEOUT_S)
+
+
+def _call(transport: Transport, operation: str, timeout_s: float) -> None:
+    if operation == "exchange":
+        landing = torch.zeros(8, dtype=torch.uint8)
+        transport.exchange({}, {1: [landing]}, timeout_s=timeout_s)
+    elif operation == "gather":
+        transport.gather(b"from rank 0", timeout_s=timeout_s)
+    else:
+        transport.agree([1], timeout_s=timeout_s)
+
+
+def _expect_error(transport: Transport, operation: str, timeout_s: float) -> tuple[str, float]:
+    started = time.monotonic()
+    try:
+        _call(transport, operation, timeout_s)
+    except TransportError as error:
+        return str(error), time.monotonic() - started
+    return "no error", time.monotonic() - started
+
+
+def _meet_a_dead_peer(rank: int, transport: Transport, operation: str) -> tuple[str, float]:
+    transport.gather(b"both are here", timeout_s=_TIMEOUT_S)
+    if rank == 1:
+        raise RankDiesError
+    return _expect_error(transport, operation, _TIMEOUT_S)
+
+
+def _meet_a_silent_peer(rank: int, transport: Transport, operation: str) -> tuple[str, float]:
+    transport.gather(b"both are here", timeout_s=_TIMEOUT_S)
+    if rank == 1:
+        time.sleep(1.5)
+        return "", 0.0
+    return _expect_error(transport, operation, 0.4)

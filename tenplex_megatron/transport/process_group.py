@@ -1,7 +1,9 @@
 """Boxes in motion over a torch process group: gloo between hosts' memory, NCCL between GPUs."""
 
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -10,6 +12,9 @@ from tenplex_megatron.errors import TransportError
 from tenplex_megatron.transport.base import Traffic, Transport
 
 __all__ = ["ProcessGroupTransport"]
+
+# A group takes a timeout of zero for none at all.
+_LEAST_WAIT_S = 0.001
 
 
 class ProcessGroupTransport(Transport):
@@ -22,6 +27,8 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self._group = group
         self._device = device
         self._rank = dist.get_rank(group)
@@ -47,60 +54,88 @@ class ProcessGroupTransport(Transport):
         timeout_s: float,
     ) -> None:
         """See `Transport.exchange`."""
-        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
-        works = []
-        try:
-            for peer in sorted(receives):
-                for tensor in receives[peer]:
-                    landing = tensor
-                    if tensor.device != self._device:
-                        landing = torch.empty_like(tensor, device=self._device)
-                        staged.append((tensor, landing))
-                    works.append(dist.irecv(landing, group=self._group, group_src=peer))
-                    self.traffic.received_bytes += tensor.numel()
-            for peer in sorted(sends):
-                for tensor in sends[peer]:
-                    leaving = tensor.to(self._device)
-                    works.append(dist.isend(leaving, group=self._group, group_dst=peer))
-                    self.traffic.sent_bytes += tensor.numel()
-                    self.traffic.messages += 1
-            for work in works:
-                if work is not None:
-                    work.wait(timedelta(seconds=timeout_s))
-        except RuntimeError as error:
-            raise TransportError(
-                f"rank {self._rank} of {self._size}: exchange with ranks "
-                f"{sorted({*sends, *receives})} failed: {error}"
-            ) from error
-        for tensor, landing in staged:
-            tensor.copy_(landing)
+        self._exchange(sends, receives, timeout_s)
+        for tensor in _flatten(receives):
+            self.traffic.received_bytes += tensor.nbytes
+        for tensor in _flatten(sends):
+            self.traffic.sent_bytes += tensor.nbytes
+            self.traffic.messages += 1
 
     def gather(self, payload: bytes, *, timeout_s: float) -> list[bytes]:
-        """See `Transport.gather`."""
-        mine = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)
-        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self._size)]
-        try:
-            dist.all_gather(sizes, torch.tensor([len(payload)]), group=self._group)
-            longest = max(int(size) for size in sizes)
-            padded = torch.zeros(longest or 1, dtype=torch.uint8)
-            padded[: len(payload)] = mine[: len(payload)]
-            rows = [torch.empty_like(padded) for _ in range(self._size)]
-            dist.all_gather(rows, padded, group=self._group)
-        except RuntimeError as error:
-            raise TransportError(
-                f"rank {self._rank} of {self._size}: gathering {len(payload)} bytes from every "
-                f"rank failed within {timeout_s} s: {error}"
-            ) from error
-        return [row[: int(size)].numpy().tobytes() for row, size in zip(rows, sizes, strict=True)]
+        """See `Transport.gather`; sizes first, then every payload in its own size."""
+        size = torch.tensor([len(payload)], dtype=torch.int64, device=self._device)
+        sizes = [torch.zeros_like(size) for _ in range(self._size)]
+        self._finish(
+            f"gathering {len(payload)} bytes from every rank",
+            lambda: [dist.all_gather(sizes, size, group=self._group, async_op=True)],
+            timeout_s,
+        )
+        mine = torch.frombuffer(bytearray(payload or b"\0"), dtype=torch.uint8)[: len(payload)]
+        rows = [torch.empty(int(count), dtype=torch.uint8) for count in sizes]
+        others = [peer for peer in range(self._size) if peer != self._rank]
+        self._exchange(
+            {peer: [mine] for peer in others}, {peer: [rows[peer]] for peer in others}, timeout_s
+        )
+        rows[self._rank] = mine
+        return [row.numpy().tobytes() for row in rows]
 
     def agree(self, values: Sequence[int], *, timeout_s: float) -> list[int]:
         """See `Transport.agree`."""
-        tensor = torch.tensor(list(values), dtype=torch.int64)
+        tensor = torch.tensor(list(values), dtype=torch.int64, device=self._device)
+        self._finish(
+            f"agreeing on {list(values)}",
+            lambda: [dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group, async_op=True)],
+            timeout_s,
+        )
+        return [int(value) for value in tensor]
+
+    def _exchange(
+        self,
+        sends: Mapping[int, Sequence[torch.Tensor]],
+        receives: Mapping[int, Sequence[torch.Tensor]],
+        timeout_s: float,
+    ) -> None:
+        staged: list[tuple[torch.Tensor, torch.Tensor]] = []
+        operations: list[dist.P2POp] = []
+        operation = partial(dist.P2POp, group=self._group)
+        for peer in sorted(receives):
+            for tensor in filter(torch.numel, receives[peer]):
+                landing = tensor
+                if tensor.device != self._device:
+                    landing = torch.empty_like(tensor, device=self._device)
+                    staged.append((tensor, landing))
+                operations.append(operation(dist.irecv, landing, group_peer=peer))
+        for peer in sorted(sends):
+            for tensor in filter(torch.numel, sends[peer]):
+                leaving = tensor.to(self._device)
+                operations.append(operation(dist.isend, leaving, group_peer=peer))
+        # One batch: NCCL would wait for the first message before it starts the second.
+        self._finish(
+            f"exchange with ranks {sorted({*sends, *receives})}",
+            lambda: dist.batch_isend_irecv(operations) if operations else [],
+            timeout_s,
+        )
+        for tensor, landing in staged:
+            tensor.copy_(landing)
+
+    def _finish(
+        self, action: str, start: Callable[[], Sequence[dist.Work | None]], timeout_s: float
+    ) -> None:
+        """Start some work and block until all of it is finished."""
+        deadline = time.monotonic() + timeout_s
         try:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self._group)
+            for work in start():
+                if work is not None:
+                    left = max(_LEAST_WAIT_S, deadline - time.monotonic())
+                    work.wait(timedelta(seconds=left))
+            if self._device.type == "cuda":
+                # Waiting for NCCL only orders the stream; callers reuse their buffers at once.
+                torch.cuda.current_stream(self._device).synchronize()
         except RuntimeError as error:
             raise TransportError(
-                f"rank {self._rank} of {self._size}: agreeing on the next step failed within "
-                f"{timeout_s} s: {error}"
+                f"rank {self._rank} of {self._size}: {action} failed within {timeout_s} s: {error}"
             ) from error
-        return [int(value) for value in tensor]
+
+
+def _flatten(messages: Mapping[int, Sequence[torch.Tensor]]) -> Iterable[torch.Tensor]:
+    return (tensor for row in messages.values() for tensor in row)
