@@ -12,6 +12,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 import torch
 
 from tenplex_megatron.adapters.base import Piece, Progress, TrainingState
+from tenplex_megatron.execution.copying import copy_into
 from tenplex_megatron.store.base import TensorWriter
 
 __all__ = ["Snapshotter"]
@@ -83,7 +84,8 @@ class Snapshotter:
     def _copy_all(self, views: list[memoryview]) -> float:
         started = time.monotonic()
         for source, view in zip(self._sources, views, strict=True):
-            torch.frombuffer(view, dtype=torch.uint8).copy_(source)
+            if source.numel():
+                copy_into(torch.frombuffer(view, dtype=torch.uint8), source)
         return time.monotonic() - started
 
     def _finish(self, version: int, progress: Progress) -> int:
