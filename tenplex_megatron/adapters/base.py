@@ -138,6 +138,11 @@ class StepObserver(ABC):
 
     @property
     @abstractmethod
+    def imports_state(self) -> bool:
+        """Whether `on_built` will replace the state by that of a snapshot."""
+
+    @property
+    @abstractmethod
     def audits_samples(self) -> bool:
         """Whether sample ids should be reported."""
 

@@ -124,6 +124,10 @@ class _Recorder(StepObserver):
         self.collection: TensorCollection | None = None
 
     @property
+    def imports_state(self) -> bool:
+        return True
+
+    @property
     def audits_samples(self) -> bool:
         return False
 

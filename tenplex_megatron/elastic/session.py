@@ -91,6 +91,11 @@ class ElasticSession(StepObserver):
         return self._exit_code
 
     @property
+    def imports_state(self) -> bool:
+        """See `StepObserver.imports_state`."""
+        return self._spec.source is not None
+
+    @property
     def audits_samples(self) -> bool:
         """See `StepObserver.audits_samples`."""
         return self._policy.audit.samples

@@ -84,10 +84,10 @@ class Job:
         source = None
         for number, (layout, (_, until)) in enumerate(zip(layouts, legs, strict=True), start=1):
             last = number == len(legs)
-            spec = self._spec(number, layout, until, source=source, last=last)
-            codes = self._generation(spec, layouts)
+            spec = self.spec(number, layout, until, source=source, last=last)
+            codes = self.generation(spec, layouts)
             expected = 0 if last else HANDED_OVER
-            assert codes == [expected] * layout.world_size, self._errors(number)
+            assert codes == [expected] * layout.world_size, self.errors(number)
             nodes = dict.fromkeys(range(layout.world_size), "here")
             source = Source(until, number, layout.world_size, nodes)
         return read_run([self.folder])
@@ -101,9 +101,10 @@ class Job:
         store = SnapshotStore(self.store, "test", "test").open_existing()
         return store.reader(self.steps).progress(0)
 
-    def _spec(
+    def spec(
         self, number: int, layout: ParallelLayout, until: int, *, source: Source | None, last: bool
     ) -> GenerationSpec:
+        """What an agent would tell the workers of generation `number`."""
         policy = self.folder / f"policy-{number}.yaml"
         values = {
             "device": "cpu",
@@ -130,7 +131,8 @@ class Job:
             source=source,
         )
 
-    def _generation(self, spec: GenerationSpec, allowed: Sequence[ParallelLayout]) -> list[int]:
+    def generation(self, spec: GenerationSpec, allowed: Sequence[ParallelLayout]) -> list[int]:
+        """Run one generation; the exit codes of its ranks."""
         arguments = MegatronArguments()
         flags = self.model_flags()
         argv = [
@@ -156,7 +158,8 @@ class Job:
         _note_decision(spec)
         return [-1 if code is None else code for code in codes]
 
-    def _errors(self, number: int) -> str:
+    def errors(self, number: int) -> str:
+        """The ends of what the ranks of a generation wrote."""
         logs = sorted(self.folder.glob(f"rank-{number}-*.log"))
         return "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in logs)
 

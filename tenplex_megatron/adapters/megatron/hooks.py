@@ -5,6 +5,7 @@ so setting the attribute is enough, and they have held from core_v0.12 to core_v
 `compat.py`).  The wrappers pass every argument through.
 """
 
+import contextlib
 import functools
 import logging
 import os
@@ -20,6 +21,7 @@ from megatron.training.global_vars import get_args
 from tenplex_megatron.adapters.base import FrameworkAdapter, StepObserver
 from tenplex_megatron.adapters.megatron.compat import use_built_helpers
 from tenplex_megatron.adapters.megatron.state import MegatronState
+from tenplex_megatron.errors import ConfigError
 
 __all__ = ["MegatronAdapter"]
 
@@ -59,7 +61,9 @@ class MegatronAdapter(FrameworkAdapter):
 
     def _build(self, observer: StepObserver) -> Callable[..., Any]:
         def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            model, optimizer, scheduler = original(*args, **kwargs)
+            _refuse_dealing_by_rank()
+            with _no_checkpoint(replaced=observer.imports_state):
+                model, optimizer, scheduler = original(*args, **kwargs)
             if optimizer is not None:
                 self._state = MegatronState(model, optimizer, scheduler, get_args())
                 optimizer.step = _fenced(observer, optimizer.step)
@@ -102,6 +106,29 @@ class MegatronAdapter(FrameworkAdapter):
                 raise
 
         return train
+
+
+def _refuse_dealing_by_rank() -> None:
+    """Only loaders that deal a global batch the same way for every DP size can change layout."""
+    args = get_args()
+    if args.dataloader_type == "cyclic" and args.data_sharding:
+        raise ConfigError(
+            "--dataloader-type cyclic shuffles per data-parallel rank, so another number of ranks "
+            "would read other samples; expected --dataloader-type single, or add --no-data-sharding"
+        )
+
+
+@contextlib.contextmanager
+def _no_checkpoint(*, replaced: bool) -> Iterator[None]:
+    """A state that is imported needs no checkpoint, which may not even load in this layout."""
+    args = get_args()
+    paths = (args.load, args.pretrained_checkpoint)
+    if replaced:
+        args.load = args.pretrained_checkpoint = None
+    try:
+        yield
+    finally:
+        args.load, args.pretrained_checkpoint = paths
 
 
 def _wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
