@@ -18,9 +18,10 @@ from tenplex_megatron.elastic.report import (
     read_run,
     read_samples,
     summarise_changes,
+    unequal_tensors,
 )
 
-__all__ = ["build_report", "report"]
+__all__ = ["build_parser", "build_report", "report"]
 
 _EPILOG = """examples:
   tenplex report /tmp/tenplex-0/my-job
@@ -30,17 +31,7 @@ _EPILOG = """examples:
 
 def report(arguments: Sequence[str]) -> int:
     """Print the table of changes; write report.json and loss.png where asked."""
-    parser = argparse.ArgumentParser(
-        prog="tenplex report",
-        description="What every change of layout of a run cost.",
-        epilog=_EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("run", type=Path, nargs="+", help="run folder of each node")
-    parser.add_argument("--baseline", type=Path, help="run folder of an uninterrupted run")
-    parser.add_argument("--out", type=Path, help="folder for report.json and loss.png")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
-    given = parser.parse_args(arguments)
+    given = build_parser().parse_args(arguments)
     elastic = read_run(given.run)
     baseline = read_run([given.baseline]) if given.baseline else None
     changes = summarise_changes(elastic)
@@ -59,6 +50,21 @@ def report(arguments: Sequence[str]) -> int:
     return 0
 
 
+def build_parser() -> argparse.ArgumentParser:
+    """The command's own options."""
+    parser = argparse.ArgumentParser(
+        prog="tenplex report",
+        description="What every change of layout of a run cost.",
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("run", type=Path, nargs="+", help="run folder of each node")
+    parser.add_argument("--baseline", type=Path, help="run folder of an uninterrupted run")
+    parser.add_argument("--out", type=Path, help="folder for report.json and loss.png")
+    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
+    return parser
+
+
 def build_report(
     elastic: Run, changes: Sequence[ChangeReport], baseline: Run | None
 ) -> dict[str, Any]:
@@ -67,6 +73,10 @@ def build_report(
         "changes": [change.to_json() for change in changes],
         "elastic": {"losses": {str(step): loss for step, loss in elastic.losses.items()}},
     }
+    unequal = unequal_tensors(elastic)
+    if unequal is not None:
+        values["state_bit_equal"] = not unequal
+        values["unequal_tensors"] = list(unequal)
     if baseline is not None:
         losses = {str(step): loss for step, loss in baseline.losses.items()}
         values["uninterrupted"] = {"losses": losses}
@@ -121,6 +131,9 @@ def _print_summary(values: Mapping[str, Any], out: Path | None) -> None:
     if "sample_order_equal" in values:
         equal = "equal" if values["sample_order_equal"] else "NOT EQUAL"
         print(f"samples of {values['global_batches_compared']} global batches, in order: {equal}")
+    if "state_bit_equal" in values:
+        changed = ", ".join(values["unequal_tensors"])
+        print(f"masters and moments after planned changes: {changed or 'equal bit for bit'}")
     if out is not None:
         print(f"written: {out / 'report.json'}, {out / 'loss.png'}")
 

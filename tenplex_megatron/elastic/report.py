@@ -22,6 +22,7 @@ __all__ = [
     "read_run",
     "read_samples",
     "summarise_changes",
+    "unequal_tensors",
 ]
 
 PHASES = ("detect", "stop", "start", "build", "import", "first_step")
@@ -152,6 +153,27 @@ def _last(run: Run, generation: int, kind: str) -> float:
         if event["generation"] == generation and event["kind"] == kind
     ]
     return float(max(times, default=0.0))
+
+
+def unequal_tensors(run: Run) -> tuple[str, ...] | None:
+    """Tensors whose fingerprint changed on the way into a planned change's new layout.
+
+    None when no fingerprints were recorded (policy `audit.state`).
+    """
+    departures = {e["generation"]: e["tensors"] for e in run.events if e.get("when") == "departure"}
+    arrivals = {e["generation"]: e["tensors"] for e in run.events if e.get("when") == "arrival"}
+    pairs = [
+        (before, arrivals[generation + 1])
+        for generation, before in departures.items()
+        if generation + 1 in arrivals
+    ]
+    if not pairs:
+        return None
+    return tuple(
+        sorted(
+            {name for before, after in pairs for name in before if before[name] != after.get(name)}
+        )
+    )
 
 
 def largest_difference(one: Mapping[int, float], other: Mapping[int, float]) -> float:
