@@ -127,18 +127,17 @@ def _state(version: Mapping[str, Any]) -> str:
 def _print_tensors(
     console: Console, title: str, tensors: Iterable[Mapping[str, Any]], counts: Sequence[str]
 ) -> None:
-    narrow = console.width < _NARROW
     table = Table(title=title, title_justify="left")
     table.add_column("name", overflow="fold")
-    for name in ("shape", *(() if narrow else ("dtype",)), "bytes", *counts):
-        table.add_column(name, justify="right" if name in ("bytes", *counts) else "left")
+    table.add_column("shape")
+    for name in ("bytes", *counts):
+        table.add_column(name, justify="right")
     for tensor in tensors:
         shape = "x".join(map(str, tensor["shape"])) or "scalar"
         numbers = (tensor[name] for name in counts)
         table.add_row(
             escape(tensor["name"]),
-            f"{shape} {tensor['dtype']}" if narrow else shape,
-            *(() if narrow else (tensor["dtype"],)),
+            f"{shape} {tensor['dtype']}",
             megabytes(tensor["bytes"]),
             *(str(len(value) if isinstance(value, list) else value) for value in numbers),
         )

@@ -24,7 +24,7 @@ from tenplex_megatron.core.plan import ReshardPlan, Topology, plan_reshard
 from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.elastic.placement import pick_devices, place_ranks
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.choose import allowed_layouts
+from tenplex_megatron.planner.choose import allowed_layouts, choose
 from tenplex_megatron.store.selection import WorldVersion, select_version
 
 __all__ = ["plan", "plan_values"]
@@ -150,10 +150,18 @@ def _describe(
     given: argparse.Namespace, script: Script, source: _Source, target: ParallelLayout
 ) -> tuple[TensorCollection, TensorCollection]:
     """Source and target; the framework builds what is not stored."""
-    allowed = (*_policy_layouts(given, script, source, target), source.layout, target)
+    built = [target] if source.collection else [source.layout, target]
+    limits = argument_adapter(script.framework).limits(script.argv)
+    for layout in built:
+        # Refuses in an instant what the framework would refuse after it is imported.
+        choose(layout.world_size, limits, [str(layout)])
+    allowed = [source.layout, target]
+    if given.elastic_policy is not None:
+        devices = max(layout.world_size for layout in allowed)
+        allowed += allowed_layouts(limits, load_policy(given.elastic_policy).layouts, devices)
     bar = Progress(console=Console(stderr=True), transient=True)
     with bar:
-        ranks = target.world_size + (source.layout.world_size if source.collection is None else 0)
+        ranks = sum(layout.world_size for layout in built)
         task = bar.add_task("importing the framework", total=ranks)
 
         def on_rank() -> None:
@@ -163,17 +171,6 @@ def _describe(
             found = source.collection or describer.describe(source.layout)
             stored: Mapping[str, TensorSpec] = found.tensors
             return found, describer.describe(target, stored)
-
-
-def _policy_layouts(
-    given: argparse.Namespace, script: Script, source: _Source, target: ParallelLayout
-) -> tuple[ParallelLayout, ...]:
-    if given.elastic_policy is None:
-        return ()
-    policy = load_policy(given.elastic_policy)
-    limits = argument_adapter(script.framework).limits(script.argv)
-    devices = max(source.layout.world_size, target.world_size)
-    return allowed_layouts(limits, policy.layouts, devices)
 
 
 def _read_source(text: str, nodes: int | None) -> _Source:
