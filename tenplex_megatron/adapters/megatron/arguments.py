@@ -103,7 +103,10 @@ class MegatronArguments(ArgumentAdapter):
         "megatron.core.models.gpt.gpt_layer_specs",
         "megatron.core.datasets.gpt_dataset",
         "megatron.core.datasets.blended_megatron_dataset_builder",
+        "megatron.core.models.mimo.optimizer",
         "megatron.core.optimizer",
+        "megatron.core.tokenizers.text.text_tokenizer",
+        "tenplex_megatron.adapters.megatron.warm",
         "tenplex_megatron.adapters.megatron.hooks",
         "tenplex_megatron.elastic.session",
     )

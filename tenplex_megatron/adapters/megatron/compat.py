@@ -25,6 +25,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     ),
     "megatron.training.datasets.data_samplers": ("MegatronPretrainingSampler",),
     "megatron.training.initialize": ("_set_random_seed",),
+    "megatron.training.argument_utils.ArgumentGroupFactory": ("_get_field_docstrings",),
     # Read and written in place; the structure holds from core_v0.12 to core_v0.19.
     "megatron.core.optimizer.distrib_optimizer.DistributedOptimizer": (
         "_get_main_param_and_optimizer_states",
