@@ -180,11 +180,21 @@ class _UntouchedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call] # li
             return torch.ops.aten.empty_like.default(args[0], **kept)
         elif name in _NEW and _is_large_shape(args[0]):
             return torch.ops.aten.empty.memory_format(args[0], **options)
+        elif name == "aten::cat" and "out" not in options and any(map(_is_large, args[0])):
+            return _joined(*args, **options)
         return func(*args, **options)
 
 
 def _is_large(value: object) -> bool:
     return isinstance(value, torch.Tensor) and value.nbytes >= _LARGE_BYTES
+
+
+def _joined(tensors: Sequence[torch.Tensor], dim: int = 0) -> torch.Tensor:
+    """Memory for the result of `torch.cat`, which takes vectors without elements of any shape."""
+    parts = [one for one in tensors if one.shape != (0,)]
+    shape = list(parts[0].shape)
+    shape[dim] = sum(one.shape[dim] for one in parts)
+    return parts[0].new_empty(shape)
 
 
 def _is_large_shape(shape: Iterable[int]) -> bool:

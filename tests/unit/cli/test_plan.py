@@ -85,6 +85,8 @@ def test_large_tensors_are_never_written() -> None:
         address = before.data_ptr()
         before.fill_(3.0).mul_(2)
         torch.cat([before, before], out=torch.empty(2 * LARGE))
+        wide = torch.cat([before.view(4, -1), before.view(4, -1)], dim=1)
+    assert wide.shape == (4, LARGE // 2)
     assert [one.dtype for one in made][3] == torch.float16
     assert before.data_ptr() == address
     assert not torch.equal(before, torch.full((LARGE,), 6.0))
