@@ -16,7 +16,7 @@ from tenplex_megatron.store.base import Inventory
 from tenplex_megatron.store.selection import WorldVersion, world_versions
 from tenplex_megatron.store.shared import SnapshotStore, default_root
 
-__all__ = ["inspect", "job_values"]
+__all__ = ["build_parser", "inspect", "job_values"]
 
 _VERIFY_BELOW_BYTES = 1_000_000_000
 _DESCRIPTION = f"""Shows what a folder of snapshots holds: a node's, a job's or the root folder.
@@ -36,7 +36,7 @@ exit codes: 0 sound, 1 something is damaged, 2 wrong input.
 
 def inspect(arguments: Sequence[str]) -> int:
     """Print what is held; 1 when something is damaged."""
-    given = _parser().parse_args(arguments)
+    given = build_parser().parse_args(arguments)
     # What is damaged is part of the answer here.
     logging.getLogger("tenplex_megatron.store").setLevel(logging.ERROR)
     path: Path = given.path or default_root()
@@ -191,7 +191,7 @@ def _nodes(version: WorldVersion) -> list[str]:
     return sorted({node for nodes in version.holders.values() for node in nodes})
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tenplex inspect",
         description=_DESCRIPTION,

@@ -27,7 +27,7 @@ from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.choose import allowed_layouts, choose
 from tenplex_megatron.store.selection import WorldVersion, select_version
 
-__all__ = ["plan", "plan_values"]
+__all__ = ["build_parser", "plan", "plan_values"]
 
 _DESCRIPTION = """Shows what a change of layout would move between nodes, without moving anything.
 Every rank of a layout is built once by the training script itself, without a GPU and without
@@ -56,7 +56,7 @@ class _Source:
 
 def plan(arguments: Sequence[str]) -> int:
     """Print the plan between two layouts."""
-    given = _parser().parse_args(arguments)
+    given = build_parser().parse_args(arguments)
     started = time.monotonic()
     script = Script(
         framework=given.framework,
@@ -241,7 +241,7 @@ def _count(text: str) -> int:
     return number
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tenplex plan",
         description=_DESCRIPTION,

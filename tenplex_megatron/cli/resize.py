@@ -10,7 +10,7 @@ from typing import Any
 from tenplex_megatron.elastic.requests import default_run_dir, post_request, read_answer
 from tenplex_megatron.errors import ConfigError
 
-__all__ = ["resize"]
+__all__ = ["build_parser", "resize"]
 
 _LOOK_EVERY_S = 0.05
 _EPILOG = """examples:
@@ -21,7 +21,7 @@ _EPILOG = """examples:
 
 def resize(arguments: Sequence[str]) -> int:
     """Ask, and wait until the job runs its new layout."""
-    given = _parser().parse_args(arguments)
+    given = build_parser().parse_args(arguments)
     run_dir: Path = given.run_dir or default_run_dir(given.job)
     request = post_request(run_dir, given.gpus)
     if given.no_wait:
@@ -63,7 +63,7 @@ def _describe(answer: dict[str, Any]) -> str:
     return f"{changed} after step {step}, workers started {seconds:.2f} s later"
 
 
-def _parser() -> argparse.ArgumentParser:
+def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tenplex resize",
         description="Asks a running job to use another number of devices.",
