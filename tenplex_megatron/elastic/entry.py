@@ -22,7 +22,7 @@ from tenplex_megatron.elastic import warm
 from tenplex_megatron.elastic.generation import GenerationSpec
 from tenplex_megatron.elastic.lifeline import end_with_parent
 from tenplex_megatron.elastic.membership import HANDED_OVER, WRONG_INPUT
-from tenplex_megatron.errors import ConfigError, StoreError
+from tenplex_megatron.errors import ConfigError, TenplexError, TransportError
 
 __all__ = ["WorkerTask", "read_failure", "run_task", "worker_main"]
 
@@ -130,10 +130,15 @@ def _guarded(body: Callable[[], None]) -> int:
         body()
     except SystemExit as leaving:
         return _exit_code(leaving)
-    except (ConfigError, StoreError) as error:
+    except TransportError as error:
         _write_failure(str(error))
         sys.stderr.write(f"tenplex: {error}\n")
-        return WRONG_INPUT if isinstance(error, ConfigError) else 1
+        return 1
+    except TenplexError as error:
+        # Every generation would meet the same input, layout or store.
+        _write_failure(str(error))
+        sys.stderr.write(f"tenplex: {error}\n")
+        return WRONG_INPUT
     except BaseException as error:  # noqa: BLE001 - process boundary: reported, then the code says so
         _write_failure(f"{type(error).__name__}: {error}")
         traceback.print_exc()

@@ -9,15 +9,22 @@ import logging
 import os
 import signal
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FutureTimeoutError
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
+from threading import Thread
 
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
-from torch.distributed.elastic.rendezvous import RendezvousError, RendezvousParameters
+from torch.distributed.elastic.rendezvous import (
+    RendezvousError,
+    RendezvousHandler,
+    RendezvousParameters,
+)
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
@@ -40,6 +47,7 @@ __all__ = ["LaunchOptions", "run_node"]
 logger = logging.getLogger(__name__)
 
 _QUICK_STOP_S = 2
+_STORE_ANSWERS_S = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -221,7 +229,7 @@ def _worker_spec(config: LaunchConfig) -> WorkerSpec:
         **config.rdzv_configs,
     )
     try:
-        handler = rendezvous_registry.get_rendezvous_handler(parameters)
+        handler = _rendezvous_handler(parameters)
         address = port = None
         if config.rdzv_backend == "static":
             address, port = parse_rendezvous_endpoint(config.rdzv_endpoint, default_port=-1)
@@ -248,6 +256,29 @@ def _worker_spec(config: LaunchConfig) -> WorkerSpec:
     for name in ("duplicate_stdout_filters", "duplicate_stderr_filters"):
         setattr(spec, name, vars(config).get(name))
     return spec
+
+
+def _rendezvous_handler(parameters: RendezvousParameters) -> RendezvousHandler:
+    """The handler; where something else than a store listens, torch alone would wait forever."""
+    made: Future[RendezvousHandler] = Future()
+
+    def make() -> None:
+        try:
+            made.set_result(rendezvous_registry.get_rendezvous_handler(parameters))
+        except BaseException as error:  # noqa: BLE001 - raised again by the thread that waits
+            made.set_exception(error)
+
+    Thread(target=make, name="tenplex-rendezvous", daemon=True).start()
+    read_s = parameters.get_as_int("read_timeout", 60) or 60
+    try:
+        return made.result(read_s + _STORE_ANSWERS_S)
+    except FutureTimeoutError as error:
+        if made.done():
+            raise
+        raise ConfigError(
+            f"no rendezvous at {parameters.endpoint} ({parameters.backend}): something else "
+            "listens there and does not answer as a store; name a free port"
+        ) from error
 
 
 @contextmanager

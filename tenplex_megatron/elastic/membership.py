@@ -153,8 +153,9 @@ def decide(
     Raises:
         ConfigError: the policy allows no layout for the devices that are left.
     """
-    if change.kind == "invalid":
-        return Ending(WRONG_INPUT, change.cause)
+    wrong = _wrong_input(change, reports)
+    if wrong:
+        return Ending(WRONG_INPUT, wrong)
     totals = {report.node: report.devices for report in sorted(reports, key=lambda r: r.node)}
     source = newest_complete(reports)
     gone = sorted(set(ledger.allotted) - set(totals))
@@ -247,6 +248,19 @@ def culprits(
     if killed or only_kills:
         return killed
     return (exits[0],)
+
+
+def _wrong_input(change: Change, reports: Iterable[NodeReport]) -> str:
+    """What is wrong, if a worker said so; a peer that lost its connection may have ended first."""
+    if change.kind == "invalid":
+        return change.cause
+    told = sorted(
+        (done.time, done.rank, done.message)
+        for report in reports
+        for done in report.exits
+        if done.code == WRONG_INPUT and change.kind == "failure"
+    )
+    return (told[0][2] or change.cause) if told else ""
 
 
 def _check_schedule(totals: Mapping[str, int], rules: Rules) -> None:

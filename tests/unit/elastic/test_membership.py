@@ -274,3 +274,10 @@ def test_messages_come_back_as_they_went() -> None:
     assert load_change(dump_change(planned(4))) == planned(4)
     report = reports(died("a", 1, 1), version=6)[1]
     assert load_report(dump_report(report)) == report
+
+
+def test_wrong_input_ends_the_job_also_when_a_peer_was_seen_to_fail_first() -> None:
+    lost = WorkerExit(0, 0, 1, 2.0, "connection closed by peer")
+    full = WorkerExit(3, 1, 2, 2.1, "no room for snapshots")
+    found = decide(Ledger(), FAILURE, reports(("a", lost), ("b", full)), rules())
+    assert found == Ending(2, "no room for snapshots")
