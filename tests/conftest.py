@@ -7,6 +7,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from multiprocessing import forkserver, resource_tracker
 from pathlib import Path
 
@@ -55,11 +56,10 @@ def _is_running(process: Path) -> bool:
 
 
 def _children() -> set[int]:
-    listed = {
-        int(pid)
-        for thread in Path("/proc/self/task").iterdir()
-        for pid in thread.joinpath("children").read_text().split()
-    }
+    listed = set()
+    for thread in Path("/proc/self/task").iterdir():
+        with suppress(OSError):  # the thread has ended meanwhile
+            listed.update(map(int, thread.joinpath("children").read_text().split()))
     return {pid for pid in listed if _is_running(Path(f"/proc/{pid}"))}
 
 
