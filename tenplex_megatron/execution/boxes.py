@@ -15,6 +15,9 @@ from tenplex_megatron.store.base import TensorReader
 
 __all__ = ["Places", "Sources", "Target"]
 
+# Up to so many regions of a tensor, comparing one by one is faster than a call of numpy.
+_FEW = 8
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Target:
@@ -31,6 +34,8 @@ class Sources:
         self._reader = reader
         self._specs = specs
         self._held: dict[int, dict[str, _Regions]] = {}
+        # Transfers out of one box follow each other.
+        self._last: tuple[tuple[int, int], torch.Tensor] = ((-1, -1), torch.empty(0))
 
     def nbytes(self, transfer: Transfer) -> int:
         """Bytes of a transfer."""
@@ -47,10 +52,12 @@ class Sources:
     def part(self, transfer: Transfer) -> torch.Tensor:
         """The bytes of a transfer in its shape and type; read-only."""
         reader, region, number = self._find(transfer)
-        dtype = getattr(torch, self._specs[transfer.tensor].dtype)
-        whole = read_only_bytes(reader.view(transfer.source_rank, number))
-        shaped = whole.view(dtype).view(region.shape)
-        return shaped[transfer.region.relative_to(region).slices()]
+        key = (transfer.source_rank, number)
+        if key != self._last[0]:
+            dtype = getattr(torch, self._specs[transfer.tensor].dtype)
+            whole = read_only_bytes(reader.view(transfer.source_rank, number))
+            self._last = (key, whole.view(dtype).view(region.shape))
+        return _cut_out(self._last[1], region, transfer.region)
 
     def _find(self, transfer: Transfer) -> tuple[TensorReader, Region, int]:
         if self._reader is None:
@@ -111,13 +118,17 @@ class _Regions:
 
     def __init__(self, entries: Sequence[tuple[Region, int]]) -> None:
         self._entries = entries
+        if len(entries) <= _FEW:
+            return
         shape = (len(entries), entries[0][0].ndim)
         self._low = np.array([region.start for region, _ in entries], np.int64).reshape(shape)
         self._high = np.array([region.stop for region, _ in entries], np.int64).reshape(shape)
 
     def containing(self, wanted: Region) -> list[tuple[Region, int]]:
-        if wanted.ndim != self._low.shape[1]:
+        if wanted.ndim != self._entries[0][0].ndim:
             return []
+        if len(self._entries) <= _FEW:
+            return [entry for entry in self._entries if entry[0].contains(wanted)]
         inside = (self._low <= np.array(wanted.start, np.int64)).all(1)
         inside &= (self._high >= np.array(wanted.stop, np.int64)).all(1)
         return [self._entries[index] for index in np.flatnonzero(inside).tolist()]
@@ -128,3 +139,10 @@ def _by_tensor(boxes: Sequence[Box]) -> dict[str, _Regions]:
     for number, box in enumerate(boxes):
         table.setdefault(box.tensor, []).append((box.region, number))
     return {name: _Regions(entries) for name, entries in table.items()}
+
+
+def _cut_out(shaped: torch.Tensor, whole: Region, wanted: Region) -> torch.Tensor:
+    """The part `wanted` of a tensor that holds `whole`."""
+    if wanted == whole:
+        return shaped
+    return shaped[wanted.relative_to(whole).slices()]

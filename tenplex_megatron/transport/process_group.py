@@ -27,7 +27,7 @@ class ProcessGroupTransport(Transport):
     """
 
     def __init__(self, group: dist.ProcessGroup, device: torch.device) -> None:
-        if device.type == "cuda" and device.index is None:
+        if device == torch.device("cuda"):
             device = torch.device("cuda", torch.cuda.current_device())
         self._group = group
         self._device = device
