@@ -159,7 +159,8 @@ def _describe(
     if given.elastic_policy is not None:
         devices = max(layout.world_size for layout in allowed)
         allowed += allowed_layouts(limits, load_policy(given.elastic_policy).layouts, devices)
-    bar = Progress(console=Console(stderr=True), transient=True)
+    console = Console(stderr=True)
+    bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     with bar:
         ranks = sum(layout.world_size for layout in built)
         task = bar.add_task("importing the framework", total=ranks)

@@ -39,8 +39,8 @@ _LARGE_BYTES = 1 << 20
 _FILLS = frozenset(
     f"aten::{name}"
     for name in (
-        "add_", "cat", "clamp_", "copy_", "div_", "erfinv_", "fill_", "mul_", "normal_",
-        "uniform_", "zero_",
+        "add_", "clamp_", "copy_", "div_", "erfinv_", "fill_", "mul_", "normal_", "uniform_",
+        "zero_",
     )
 )  # fmt: skip
 _NEW = frozenset(f"aten::{name}" for name in ("full", "ones", "rand", "randn", "zeros"))
@@ -171,17 +171,15 @@ class _UntouchedMemory(TorchDispatchMode):  # type: ignore[no-untyped-call] # li
         del types
         options = kwargs or {}
         name: str = func._schema.name
-        if name in _FILLS:
-            written = options.get("out", args[0])
-            if _is_large(written):
-                return written
+        if name in _FILLS and _is_large(args[0]):
+            return args[0]
+        elif name == "aten::cat" and any(map(_is_large, args[0])):
+            return options["out"] if "out" in options else _joined(*args, **options)
         elif name in _NEW_LIKE and _is_large(args[0]):
             kept = {key: options[key] for key in _LIKE_OPTIONS if key in options}
             return torch.ops.aten.empty_like.default(args[0], **kept)
         elif name in _NEW and _is_large_shape(args[0]):
             return torch.ops.aten.empty.memory_format(args[0], **options)
-        elif name == "aten::cat" and "out" not in options and any(map(_is_large, args[0])):
-            return _joined(*args, **options)
         return func(*args, **options)
 
 

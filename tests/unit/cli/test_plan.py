@@ -84,7 +84,8 @@ def test_large_tensors_are_never_written() -> None:
         made += [torch.randn(LARGE), torch.full((LARGE,), 7.0)]
         address = before.data_ptr()
         before.fill_(3.0).mul_(2)
-        torch.cat([before, before], out=torch.empty(2 * LARGE))
+        both = torch.empty(2 * LARGE)
+        assert torch.cat([before, before], out=both) is both
         wide = torch.cat([before.view(4, -1), before.view(4, -1)], dim=1)
     assert wide.shape == (4, LARGE // 2)
     assert [one.dtype for one in made][3] == torch.float16
