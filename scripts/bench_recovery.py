@@ -2,8 +2,9 @@
 
 Both train the demo model on 4 CPU ranks, one of which is killed.  Here the job goes on with 3 ranks
 in another layout, from the snapshot in node memory.  torchrun restarts all 4 and Megatron loads its
-own checkpoint, written every step to /dev/shm.  That load asserts on Adam's `step` without Apex or
-Transformer Engine; the optimizer's state is created before it, which costs torchrun nothing.
+own checkpoint, written every step to /dev/shm.  That load fails without Apex or Transformer Engine:
+it asserts on Adam's `step` (so the optimizer's state is created before it), and copies into fp32
+masters that require a gradient (so it runs under `no_grad`).  Neither costs torchrun anything.
 """
 
 import argparse
@@ -191,6 +192,7 @@ def worker() -> None:
     from tenplex_megatron import cpu
 
     cpu.install()
+    import torch
     from megatron.training import checkpointing, training
 
     from tenplex_megatron.adapters.megatron.optimizer import prepare_state
@@ -200,7 +202,8 @@ def worker() -> None:
     def load_prepared(model: Any, optimizer: Any, *rest: Any, **options: Any) -> Any:
         if checkpointing.checkpoint_exists(str(WORK / "checkpoint")):
             prepare_state(optimizer)
-        return load(model, optimizer, *rest, **options)
+        with torch.no_grad():
+            return load(model, optimizer, *rest, **options)
 
     def finish_marked(*args: Any, **options: Any) -> Any:
         if os.environ["RANK"] == "3":
