@@ -3,9 +3,9 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 
+from tenplex_megatron.core.geometry import overlapping_pairs
 from tenplex_megatron.core.plan import Transfer
 from tenplex_megatron.core.region import Region
 from tenplex_megatron.core.tensors import Box, TensorSpec
@@ -14,9 +14,6 @@ from tenplex_megatron.execution.copying import read_only_bytes
 from tenplex_megatron.store.base import TensorReader
 
 __all__ = ["Places", "Sources", "Target"]
-
-# Up to so many regions of a tensor, comparing one by one is faster than a call of numpy.
-_FEW = 8
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -114,24 +111,30 @@ class Places:
 
 
 class _Regions:
-    """Numbered regions of one tensor, asked which of them contain another one."""
+    """Numbered regions of one tensor, asked which of them contain another one.
+
+    Transfers come in the order of regions, so that the one that was found last, or the next, is
+    nearly always right; only where regions overlap do all of them have to be looked at.
+    """
 
     def __init__(self, entries: Sequence[tuple[Region, int]]) -> None:
-        self._entries = entries
-        if len(entries) <= _FEW:
-            return
-        shape = (len(entries), entries[0][0].ndim)
-        self._low = np.array([region.start for region, _ in entries], np.int64).reshape(shape)
-        self._high = np.array([region.stop for region, _ in entries], np.int64).reshape(shape)
+        self._entries = sorted(entry for entry in entries if not entry[0].is_empty)
+        regions = [region for region, _ in self._entries]
+        self._overlap = len(regions) > 1 and len(overlapping_pairs(regions, regions)) > len(regions)
+        self._last = 0
 
     def containing(self, wanted: Region) -> list[tuple[Region, int]]:
-        if wanted.ndim != self._entries[0][0].ndim:
+        entries = self._entries
+        if not entries or wanted.ndim != entries[0][0].ndim:
             return []
-        if len(self._entries) <= _FEW:
-            return [entry for entry in self._entries if entry[0].contains(wanted)]
-        inside = (self._low <= np.array(wanted.start, np.int64)).all(1)
-        inside &= (self._high >= np.array(wanted.stop, np.int64)).all(1)
-        return [self._entries[index] for index in np.flatnonzero(inside).tolist()]
+        if self._overlap:
+            return [entry for entry in entries if entry[0].contains(wanted)]
+        for step in range(len(entries)):
+            number = (self._last + step) % len(entries)
+            if entries[number][0].contains(wanted):
+                self._last = number
+                return [entries[number]]
+        return []
 
 
 def _by_tensor(boxes: Sequence[Box]) -> dict[str, _Regions]:
