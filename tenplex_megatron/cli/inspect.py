@@ -192,6 +192,7 @@ def _nodes(version: WorldVersion) -> list[str]:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The options of the command."""
     parser = argparse.ArgumentParser(
         prog="tenplex inspect",
         description=_DESCRIPTION,

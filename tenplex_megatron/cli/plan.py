@@ -243,6 +243,7 @@ def _count(text: str) -> int:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The options of the command."""
     parser = argparse.ArgumentParser(
         prog="tenplex plan",
         description=_DESCRIPTION,

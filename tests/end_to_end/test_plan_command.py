@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -56,11 +56,12 @@ def policy(folder: Path, layout: str) -> Path:
 @pytest.fixture(scope="module", params=CASES)
 def stored(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[tuple[str, Path]]:
+) -> tuple[str, Path]:
     """A layout, and what a job stored in it."""
     layout: str = request.param
     folder = tmp_path_factory.mktemp("job")
     root = Path(tempfile.mkdtemp(prefix="tenplex-test-", dir="/dev/shm"))
+    request.addfinalizer(lambda: shutil.rmtree(root))
     done = tenplex(
         *("run", "--elastic-policy", policy(folder, layout), "--job=planned", "--node-name=a"),
         *("--standalone", "--keep-store", f"--store-dir={root}", f"--run-dir={folder / 'run'}"),
@@ -68,8 +69,7 @@ def stored(
         *(SCRIPT, *CASES[layout]),
     )
     assert done.returncode == 0, done.stderr[-4000:]
-    yield layout, root
-    shutil.rmtree(root)
+    return layout, root
 
 
 def stored_collection(root: Path) -> TensorCollection:
