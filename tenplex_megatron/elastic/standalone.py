@@ -26,6 +26,7 @@ from tenplex_megatron.adapters.registry import argument_adapter
 from tenplex_megatron.config import ElasticPolicy, load_policy
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.elastic import session
+from tenplex_megatron.elastic.events import EventLog
 from tenplex_megatron.elastic.generation import ENVIRONMENT_VARIABLE, GenerationSpec
 from tenplex_megatron.elastic.membership import NodeReport, newest_complete
 from tenplex_megatron.elastic.requests import default_run_dir, owner_only_folder
@@ -193,15 +194,15 @@ class _Meeting:
 
 
 def _speak_on_first_rank() -> None:
-    """Torchrun's workers have no logging of their own; one of them tells what happens here."""
+    """One worker tells on stderr what happens here, wherever Megatron's own log goes."""
     ours = logging.getLogger("tenplex_megatron")
-    if os.environ["RANK"] != "0" or ours.handlers or logging.getLogger().handlers:
+    if os.environ["RANK"] != "0" or ours.handlers:
         return
     handler = logging.StreamHandler()
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s tenplex: %(message)s"))
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
-    # Megatron may set up the root logger later; nothing is to be said twice.
+    # Megatron sets up the root logger too; nothing is to be said twice.
     ours.propagate = False
 
 
@@ -209,6 +210,15 @@ def _say_start(spec: GenerationSpec) -> None:
     if os.environ["RANK"] != "0":
         return
     source = spec.source
+    EventLog(spec.rundir / "events.jsonl", spec.node).append(
+        "decided",
+        spec.generation,
+        layout=str(spec.layout),
+        gpus=spec.gpus,
+        cause=spec.cause,
+        nodes=spec.nodes,
+        version=None if source is None else source.version,
+    )
     start = "the start" if source is None else f"step {source.version} of {source.world_size} ranks"
     logger.info(
         "job %s: %s from %s; snapshots in %s stay after the end, remove them to start anew",

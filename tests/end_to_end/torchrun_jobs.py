@@ -1,0 +1,131 @@
+"""A small GPT and the command lines that train it with plain torchrun and with `tenplex run`."""
+
+import os
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import yaml
+
+from tenplex_megatron.elastic.report import Run, read_run, read_samples
+
+STEPS = 5
+STOP = 3
+"""The step after which the first start of a job leaves; no snapshot is due there."""
+EXACT = 2e-5
+_SIZES = {
+    "num-layers": 4,
+    "hidden-size": 64,
+    "ffn-hidden-size": 96,
+    "num-attention-heads": 4,
+    "num-query-groups": 2,
+    "seq-length": 32,
+    "max-position-embeddings": 32,
+    "global-batch-size": 12,
+    "micro-batch-size": 1,
+    "vocab-size": 256,
+    "make-vocab-size-divisible-by": 64,
+    "tokenizer-type": "NullTokenizer",
+    "train-iters": STEPS,
+    "lr-decay-iters": 40,
+    "lr-warmup-iters": 2,
+    "lr": "1e-2",
+    "num-workers": 0,
+    "eval-iters": 0,
+    "eval-interval": 1000,
+    "log-interval": 1,
+    "seed": 1234,
+    "attention-dropout": 0,
+    "hidden-dropout": 0,
+    "normalization": "RMSNorm",
+    "position-embedding-type": "rope",
+    "split": "100,0,0",
+}
+_SWITCHES = ("swiglu", "group-query-attention", "disable-bias-linear", "use-distributed-optimizer")
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where one test keeps its jobs, and what they train on."""
+
+    folder: Path
+    store: Path
+    data: Path
+
+    def flags(self) -> list[str]:
+        """Megatron's flags."""
+        paths = {"data-path": self.data, "data-cache-path": self.data.parent / "cache"}
+        values = (f"--{name}={value}" for name, value in {**_SIZES, **paths}.items())
+        return [*values, *(f"--{name}" for name in _SWITCHES)]
+
+    def policy(self, name: str, layouts: Sequence[str], schedule: dict[int, int]) -> Path:
+        """A policy file."""
+        path = self.folder / f"{name}.yaml"
+        values = {
+            "device": "cpu",
+            "layouts": list(layouts),
+            "schedule": schedule,
+            "snapshot": {"every_steps": 2, "directory": str(self.store)},
+            "audit": {"samples": True, "state": True},
+        }
+        path.write_text(yaml.safe_dump(values))
+        return path
+
+    def torchrun(
+        self, job: str, ranks: int, script: Path, policy: Path, *extra: str, code: int = 0
+    ) -> str:
+        """One start with plain torchrun; its standard error."""
+        return self._run(
+            *("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)),
+            *(*self.flags(), "--elastic-policy", str(policy), *extra),
+            environment={"TENPLEX_JOB": job},
+            code=code,
+        )
+
+    def tenplex_run(self, job: str, ranks: int, script: Path, policy: Path, *options: str) -> str:
+        """One whole job with `tenplex run`; its standard error."""
+        return self._run(
+            *("tenplex_megatron.cli.main", "run", f"--elastic-policy={policy}", "--standalone"),
+            *(f"--job={job}", "--node-name=here", f"--run-dir={self.runs(job)}"),
+            *(f"--store-dir={self.store}", f"--nproc-per-node={ranks}", *options, str(script)),
+            *self.flags(),
+            environment={},
+            code=0,
+        )
+
+    def runs(self, job: str) -> Path:
+        """The run folder of a job, where this package puts it below the temporary folder."""
+        return self.folder / f"tenplex-{os.getuid()}" / job
+
+    def run(self, job: str) -> Run:
+        """What the job recorded."""
+        return read_run([self.runs(job)])
+
+    def samples(self, job: str) -> dict[int, tuple[int, ...]]:
+        """Step -> ids of its global batch."""
+        batch_size = int(str(_SIZES["global-batch-size"]))
+        return read_samples(self.runs(job), self.run(job), batch_size=batch_size)
+
+    def _run(self, *module: str, environment: dict[str, str], code: int) -> str:
+        done = subprocess.run(
+            [sys.executable, "-W", "ignore", "-m", *module],
+            capture_output=True,
+            text=True,
+            timeout=400,
+            check=False,
+            env=os.environ | {"TENPLEX_CPU": "force", "TMPDIR": str(self.folder)} | environment,
+        )
+        assert done.returncode == code, (done.stderr + done.stdout)[-6000:]
+        return done.stderr
+
+
+def assert_same_course(place: Place, job: str, uninterrupted: str) -> None:
+    """Every step has the loss, within what another order of sums may change, and the samples."""
+    expected, found = place.run(uninterrupted).losses, place.run(job).losses
+    assert list(expected) == list(range(1, STEPS + 1))
+    assert found == pytest.approx(expected, abs=EXACT, rel=0)
+    assert place.samples(job) == place.samples(uninterrupted)
+    assert len(place.samples(job)) == STEPS
