@@ -6,7 +6,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -56,20 +56,22 @@ def policy(folder: Path, layout: str) -> Path:
 @pytest.fixture(scope="module", params=CASES)
 def stored(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
-) -> tuple[str, Path]:
+) -> Iterator[tuple[str, Path]]:
     """A layout, and what a job stored in it."""
     layout: str = request.param
     folder = tmp_path_factory.mktemp("job")
     root = Path(tempfile.mkdtemp(prefix="tenplex-test-", dir="/dev/shm"))
-    request.addfinalizer(lambda: shutil.rmtree(root))
-    done = tenplex(
-        *("run", "--elastic-policy", policy(folder, layout), "--job=planned", "--node-name=a"),
-        *("--standalone", "--keep-store", f"--store-dir={root}", f"--run-dir={folder / 'run'}"),
-        *("--nproc-per-node", str(ParallelLayout.parse(layout).world_size), "--redirects=3"),
-        *(SCRIPT, *CASES[layout]),
-    )
-    assert done.returncode == 0, done.stderr[-4000:]
-    return layout, root
+    try:
+        done = tenplex(
+            *("run", "--elastic-policy", policy(folder, layout), "--job=planned", "--node-name=a"),
+            *("--standalone", "--keep-store", f"--store-dir={root}", f"--run-dir={folder / 'run'}"),
+            *("--nproc-per-node", str(ParallelLayout.parse(layout).world_size), "--redirects=3"),
+            *(SCRIPT, *CASES[layout]),
+        )
+        assert done.returncode == 0, done.stderr[-4000:]
+        yield layout, root
+    finally:
+        shutil.rmtree(root)
 
 
 def stored_collection(root: Path) -> TensorCollection:
