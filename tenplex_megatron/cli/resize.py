@@ -64,6 +64,7 @@ def _describe(answer: dict[str, Any]) -> str:
 
 
 def build_parser() -> argparse.ArgumentParser:
+    """The options of `tenplex resize`."""
     parser = argparse.ArgumentParser(
         prog="tenplex resize",
         description="Asks a running job to use another number of devices.",
