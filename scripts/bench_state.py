@@ -197,14 +197,20 @@ def overhead(
     step_s: Mapping[bool, list[float]], copy_s: Sequence[float], nbytes: int
 ) -> dict[str, Any]:
     """How much longer steps with a snapshot took, next to the copies they took."""
-    without, with_ = spread(step_s[False]), spread(step_s[True])
+    without, with_, copy = spread(step_s[False]), spread(step_s[True]), spread(copy_s)
+    difference = with_["median"] - without["median"]
+    noise = without["max"] - without["min"]
     return {
         "snapshot_step_overhead": {
             "without_s": without,
             "with_s": with_,
-            "difference_s": with_["median"] - without["median"],
-            "copy_s": spread(copy_s),
-            "within_copy": with_["median"] - without["median"] <= statistics.median(copy_s),
+            "difference_s": difference,
+            "difference_of_fastest_s": with_["min"] - without["min"],
+            "copy_s": copy,
+            "within_copy": difference <= copy["median"],
+            # Steps that differ among themselves by more than a copy lasts say nothing about it.
+            "noise_s": noise,
+            "is_resolved": noise < copy["median"],
         },
         "copy_while_training_gb_per_s": spread([nbytes / seconds / 1e9 for seconds in copy_s]),
     }
