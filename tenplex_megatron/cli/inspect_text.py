@@ -10,7 +10,7 @@ from rich.table import Table
 
 from tenplex_megatron.cli.plan_text import megabytes
 
-__all__ = ["print_checkpoint", "print_job"]
+__all__ = ["print_checkpoint", "print_job", "spans"]
 
 _NARROW = 76
 
