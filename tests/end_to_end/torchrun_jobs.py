@@ -77,7 +77,7 @@ class Place:
     def torchrun(
         self, job: str, ranks: int, script: Path, policy: Path, *extra: str, code: int = 0
     ) -> str:
-        """One start with plain torchrun; its standard error."""
+        """One start with plain torchrun; what it said."""
         return self._run(
             *("torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", str(script)),
             *(*self.flags(), "--elastic-policy", str(policy), *extra),
@@ -86,7 +86,7 @@ class Place:
         )
 
     def tenplex_run(self, job: str, ranks: int, script: Path, policy: Path, *options: str) -> str:
-        """One whole job with `tenplex run`; its standard error."""
+        """One whole job with `tenplex run`; what it said."""
         return self._run(
             *("tenplex_megatron.cli.main", "run", f"--elastic-policy={policy}", "--standalone"),
             *(f"--job={job}", "--node-name=here", f"--run-dir={self.runs(job)}"),
@@ -119,7 +119,7 @@ class Place:
             env=os.environ | {"TENPLEX_CPU": "force", "TMPDIR": str(self.folder)} | environment,
         )
         assert done.returncode == code, (done.stderr + done.stdout)[-6000:]
-        return done.stderr
+        return done.stdout + done.stderr
 
 
 def assert_same_course(place: Place, job: str, uninterrupted: str) -> None:
