@@ -6,6 +6,7 @@ change runs first; both must have the same losses on the same samples.
 """
 
 import argparse
+import contextlib
 import json
 import os
 import shutil
@@ -14,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -26,7 +26,8 @@ from tenplex_megatron.elastic.requests import post_request
 
 SCRIPTS = Path(__file__).resolve().parent
 ROOT = SCRIPTS.parent
-PORT = 29517
+PORTS = {1: 29517, 2: 29518}
+"""By number of nodes: both jobs exist at the same time."""
 TIMEOUT_S = 400
 STORE = Path(f"/dev/shm/tenplex-demo-{os.getuid()}")
 console = Console(highlight=False)
@@ -62,30 +63,37 @@ def main() -> int:
         help="a Megatron training script",
     )
     given = parser.parse_args()
-    started = time.monotonic()
+    begun = time.monotonic()
     course = QUICK if given.quick else FULL
     out = given.out.resolve()
     shutil.rmtree(out, ignore_errors=True)
+    shutil.rmtree(STORE, ignore_errors=True)
     out.mkdir(parents=True)
     data = prepare_data(ROOT / "out/data/stdlib")
     plain, elastic = out / "uninterrupted", out / "elastic"
     policy = write_policy(out / "policy.yaml", course)
     calm = write_policy(out / "calm.yaml", None)
-    say(f"1/3 {course.steps} steps without a change, 8 ranks, TP2 PP2 DP2")
-    solo = agent(calm, plain, "solo", script=given.script, data=data, steps=course.steps, nodes=1)
-    with running([solo], plain) as agents:
-        watch(plain, agents, lambda events: None)
-    say("2/3 the same job on two nodes of 4 ranks, with changes")
-    nodes = [
-        agent(policy, elastic, node, script=given.script, data=data, steps=course.steps, nodes=2)
-        for node in "ab"
-    ]
-    with running(nodes, elastic) as agents:
+    flags = {"script": given.script, "data": data, "steps": course.steps}
+    solo = agent(calm, plain, "solo", nodes=1, **flags)
+    nodes = [agent(policy, elastic, node, nodes=2, **flags) for node in "ab"]
+    with contextlib.ExitStack() as cleanup:
+        cleanup.callback(shutil.rmtree, STORE, ignore_errors=True)
+        # Most of an agent's start is importing on one core: the nodes do it meanwhile.
+        agents = [cleanup.enter_context(started(nodes[0], elastic))]
+
+        def start_second(fresh: list[dict[str, Any]]) -> None:
+            if len(agents) == 1 and any(event["kind"] == "started" for event in fresh):
+                agents.append(cleanup.enter_context(started(nodes[1], elastic)))
+
+        say(f"1/3 {course.steps} steps without a change, 8 ranks, TP2 PP2 DP2")
+        with started(solo, plain) as process:
+            watch(plain, [process], start_second)
+        say("2/3 the same job on two nodes of 4 ranks, with changes")
         watch(elastic, agents, Disturbance(elastic, course))
     say("3/3 what it cost")
     report = ["report", str(elastic), "--baseline", str(plain), "--out", str(out)]
     code = subprocess.run(tenplex(*report), check=False).returncode
-    say(f"finished in {time.monotonic() - started:.0f} s")
+    say(f"finished in {time.monotonic() - begun:.0f} s")
     return code or verdict(out / "report.json")
 
 
@@ -130,36 +138,29 @@ def agent(
         f"--nnodes={nodes}",
         f"--nproc-per-node={8 // nodes}",
         "--rdzv-backend=c10d",
-        f"--rdzv-endpoint=localhost:{PORT}",
+        f"--rdzv-endpoint=localhost:{PORTS[nodes]}",
         "--redirects=3",
         str(script),
         *model_flags(data, steps=steps),
     )
 
 
-@contextmanager
-def running(commands: list[list[str]], run: Path) -> Iterator[list[subprocess.Popen[bytes]]]:
-    """Agents that are ended when the block is left; raises when one failed."""
-    run.mkdir(mode=0o700)
-    shutil.rmtree(STORE, ignore_errors=True)
+@contextlib.contextmanager
+def started(command: list[str], run: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """An agent, whose log lies beside its run; ended, if need be, when the block is left."""
+    run.mkdir(mode=0o700, exist_ok=True)
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
     environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    logs = [run / f"agent-{number}.log" for number in range(len(commands))]
-    processes = [
-        subprocess.Popen(command, stdout=log.open("w"), stderr=subprocess.STDOUT, env=environment)
-        for command, log in zip(commands, logs, strict=True)
-    ]
+    number = len(list(run.glob("agent-*.log")))
+    with (run / f"agent-{number}.log").open("w") as log:
+        process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     try:
-        yield processes
-        codes = [process.wait(30) for process in processes]
-        if any(codes):
-            raise SystemExit(f"agents ended with {codes}; see {run}/agent-*.log")
+        yield process
+        if code := process.wait(30):
+            raise SystemExit(f"an agent ended with {code}; see {run}/agent-{number}.log")
     finally:
-        for process in processes:
-            process.terminate()
-        for process in processes:
-            process.wait(30)
-        shutil.rmtree(STORE, ignore_errors=True)
+        process.terminate()
+        process.wait(30)
 
 
 def watch(
