@@ -32,6 +32,7 @@ from demo_model import model_flags
 
 from tenplex_megatron import cpu
 from tenplex_megatron.adapters.base import Piece, TrainingState
+from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
 from tenplex_megatron.adapters.megatron.hooks import MegatronAdapter
 from tenplex_megatron.config import ElasticPolicy, SnapshotPolicy, load_policy
 from tenplex_megatron.core.mesh import ParallelLayout
@@ -353,7 +354,11 @@ def run(size: Size, folder: Path) -> dict[str, Any]:
     cpu.install()
     session = TimedSession(spec, load_policy(policy), size)
     MegatronAdapter().install(session)
-    sys.argv = ["pretrain_gpt.py", *flags(size, folder / "none"), *cpu.megatron_arguments()]
+    sys.argv = [
+        "pretrain_gpt.py",
+        *flags(size, folder / "none"),
+        *MegatronArguments().device_arguments("cpu"),
+    ]
     with redirect_stdout(sys.stderr if os.environ.get("BENCH_VERBOSE") else io.StringIO()):
         runpy.run_path(str(SCRIPTS / "pretrain_gpt.py"), run_name="bench")["main"]()
     if dist.is_initialized():

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from tenplex_megatron import cpu
+from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
 
 SCRIPTS = Path(__file__).parents[2] / "scripts"
 END_OF_DOCUMENT = 255
@@ -61,7 +62,13 @@ def test_two_ranks_train_a_gpt_without_cuda(dataset: Path, tmp_path: Path) -> No
     done = run(
         *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
         *(__file__, SCRIPTS / "pretrain_gpt.py", *FLAGS),
-        *("--data-path", dataset, "--data-cache-path", tmp_path, *cpu.megatron_arguments()),
+        *(
+            "--data-path",
+            dataset,
+            "--data-cache-path",
+            tmp_path,
+            *MegatronArguments().device_arguments("cpu"),
+        ),
     )
     assert done.returncode == 0, done.stderr[-4000:]
     losses = [float(loss) for loss in re.findall(r"lm loss: (\S+)", done.stdout)]
