@@ -66,9 +66,10 @@ def main() -> int:
     begun = time.monotonic()
     course = QUICK if given.quick else FULL
     out = given.out.resolve()
-    shutil.rmtree(out, ignore_errors=True)
+    for name in ("uninterrupted", "elastic"):
+        shutil.rmtree(out / name, ignore_errors=True)
     shutil.rmtree(STORE, ignore_errors=True)
-    out.mkdir(parents=True)
+    out.mkdir(parents=True, exist_ok=True)
     data = prepare_data(ROOT / "out/data/stdlib")
     plain, elastic = out / "uninterrupted", out / "elastic"
     policy = write_policy(out / "policy.yaml", course)

@@ -36,13 +36,15 @@ class Piece:
 
     `flat` is a 1-D contiguous view of exactly `box.region.numel` elements, in the row-major order
     of the box.  Writing to it changes the framework's own tensor.  `is_local` marks state of a
-    place in the layout (random streams), which another layout does not have.
+    place in the layout (random streams), which another layout lacks.  `is_early` marks memory that
+    may change before the next update of the weights (buffers written in the forward pass).
     """
 
     spec: TensorSpec
     box: Box
     flat: torch.Tensor
     is_local: bool = False
+    is_early: bool = False
 
     def __post_init__(self) -> None:
         if self.flat.dim() != 1 or self.flat.numel() != self.box.region.numel:

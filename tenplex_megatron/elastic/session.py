@@ -157,7 +157,9 @@ class ElasticSession(StepObserver):
             self._mark("leaving", step=step)
             if self._audit is not None:
                 self._mark("fingerprint", tensors=self._audit.fingerprint(), when="departure")
-            self._commit_now(step, snapshots, transport)
+            if not self._commit_now(step, snapshots, transport):
+                logger.warning("no change after step %s: its snapshot is not complete", step)
+                return False
             if change is not None and self._control is not None:
                 self._control.accept(change)
             self._exit_code = HANDED_OVER
@@ -173,12 +175,14 @@ class ElasticSession(StepObserver):
 
     def _commit_now(
         self, step: int, snapshots: Snapshotter, transport: ProcessGroupTransport
-    ) -> None:
+    ) -> bool:
+        """Snapshot this step and wait for all ranks; False when one could not write its part."""
         snapshots.start(step, self._committed)
         (behind,) = transport.agree(
             (-snapshots.wait(),), timeout_s=self._policy.timeouts.exchange_s
         )
         self._commit(-behind)
+        return -behind == step
 
     def _import(self, state: TrainingState) -> None:
         source = self._spec.source
@@ -202,6 +206,8 @@ class ElasticSession(StepObserver):
             for rank in error.ranks:
                 self._store.quarantine(source.version, generation=source.generation, rank=rank)
             logger.warning("%s; an older version is used instead", error)
+            # The first rank that leaves gets the others killed: none leaves before all are done.
+            self._transport.agree((0,), timeout_s=self._policy.timeouts.exchange_s)
             raise SystemExit(SNAPSHOT_DAMAGED) from error
         if reader is not None:
             reader.close()

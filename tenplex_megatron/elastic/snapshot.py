@@ -7,11 +7,13 @@ later step boundary, when all ranks of the world have said that theirs is finish
 
 import logging
 import time
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from tenplex_megatron.adapters.base import Piece, Progress, TrainingState
+from tenplex_megatron.errors import StoreError
 from tenplex_megatron.execution.copying import copy_into
 from tenplex_megatron.store.base import TensorWriter
 
@@ -33,6 +35,8 @@ class Snapshotter:
         self, state: TrainingState, pieces: tuple[Piece, ...], writer: TensorWriter
     ) -> None:
         self._state = state
+        self._early = [n for n, piece in enumerate(pieces) if piece.is_early]
+        self._late = [n for n, piece in enumerate(pieces) if not piece.is_early]
         self._sources = [piece.as_bytes() for piece in pieces]
         self._writer = writer
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenplex-snapshot")
@@ -52,7 +56,8 @@ class Snapshotter:
         self._state.refresh()
         progress = self._state.progress()
         views = self._writer.begin(version, spare=committed)
-        self._copy = self._pool.submit(self._copy_all, views)
+        self._copy_some(self._early, views)
+        self._copy = self._pool.submit(self._copy_some, self._late, views)
         self._seal = self._pool.submit(self._finish, version, progress)
 
     def fence(self) -> None:
@@ -68,11 +73,17 @@ class Snapshotter:
         return self.finished_version
 
     def wait(self) -> int:
-        """Block until the running version is sealed; returns the newest finished version."""
+        """Block until the running version is sealed; returns the newest finished version.
+
+        A version that could not be written is missing, and said so; training goes on without it.
+        """
         self.fence()
         if self._seal is not None:
-            self.finished_version = self._seal.result()
-            self._seal = None
+            seal, self._seal = self._seal, None
+            try:
+                self.finished_version = seal.result()
+            except StoreError as error:
+                logger.warning("a snapshot could not be finished: %s", error)
         return self.finished_version
 
     def close(self) -> None:
@@ -81,11 +92,12 @@ class Snapshotter:
         self._pool.shutdown()
         self._writer.close()
 
-    def _copy_all(self, views: list[memoryview]) -> float:
+    def _copy_some(self, numbers: Sequence[int], views: Sequence[memoryview]) -> float:
         started = time.monotonic()
-        for source, view in zip(self._sources, views, strict=True):
+        for number in numbers:
+            source = self._sources[number]
             if source.numel():
-                copy_into(torch.frombuffer(view, dtype=torch.uint8), source)
+                copy_into(torch.frombuffer(views[number], dtype=torch.uint8), source)
         return time.monotonic() - started
 
     def _finish(self, version: int, progress: Progress) -> int:

@@ -62,6 +62,7 @@ class MegatronAdapter(FrameworkAdapter):
     def _build(self, observer: StepObserver) -> Callable[..., Any]:
         def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
             _refuse_dealing_by_rank()
+            _refuse_unseen_state()
             with _no_checkpoint(replaced=observer.imports_state):
                 model, optimizer, scheduler = original(*args, **kwargs)
             if optimizer is not None:
@@ -116,6 +117,19 @@ def _refuse_dealing_by_rank() -> None:
             "--dataloader-type cyclic shuffles per data-parallel rank, so another number of ranks "
             "would read other samples; expected --dataloader-type single, or add --no-data-sharding"
         )
+
+
+def _refuse_unseen_state() -> None:
+    """Flags whose state lies where snapshots do not look, or changes while they copy."""
+    given = vars(get_args())
+    reasons = {
+        "--fp8-format": ("fp8", "its scales live in Transformer Engine's opaque state"),
+        "--optimizer-cuda-graph": ("optimizer_cuda_graph", "a replayed step can't be held back"),
+        "--async-save": ("async_save", "a change would not wait for the checkpoint"),
+    }
+    for flag, (name, reason) in reasons.items():
+        if given.get(name):
+            raise ConfigError(f"{flag}: {reason}; drop the flag, or train without --elastic-policy")
 
 
 @contextlib.contextmanager

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from megatron.core.dist_checkpointing.dict_utils import nested_values
 from megatron.core.dist_checkpointing.mapping import (
-    ShardedObject,
     ShardedTensor,
     ShardedTensorFactory,
 )
@@ -60,10 +59,9 @@ class ModelPart:
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
-    """Local tensors with their parts, and the opaque objects a model keeps beside them."""
+    """Local tensors with their parts."""
 
     tensors: tuple[tuple[torch.Tensor, tuple[ModelPart, ...]], ...]
-    objects: tuple[ShardedObject, ...]
 
     def by_identity(self) -> dict[int, tuple[ModelPart, ...]]:
         """`id(tensor)` -> its parts."""
@@ -78,15 +76,12 @@ def describe_model(chunks: Sequence[torch.nn.Module], metadata: dict[str, object
         metadata: Megatron's `sharded_state_dict` metadata.
     """
     tensors: dict[int, tuple[torch.Tensor, tuple[ModelPart, ...]]] = {}
-    objects: list[ShardedObject] = []
     for chunk in chunks:
         described: Any = chunk
         for entry in nested_values(described.sharded_state_dict(metadata=metadata)):
-            if isinstance(entry, ShardedObject):
-                objects.append(entry)
-            elif _has_data(entry):
+            if _has_data(entry):
                 tensors[id(entry.data)] = (entry.data, tuple(_parts(entry)))
-    return ModelTensors(tuple(tensors.values()), tuple(objects))
+    return ModelTensors(tuple(tensors.values()))
 
 
 def _has_data(entry: object) -> bool:

@@ -83,9 +83,28 @@ def prepare_state(optimizer: MegatronOptimizer) -> None:
         inner = member.optimizer
         if member.init_state_fn is not None:
             member.init_state_fn(inner, member.config)
+        else:
+            _prepare_momentum(inner)
         if isinstance(inner, torch.optim.Adam):
             for state in inner.state.values():
                 state.setdefault("step", torch.tensor(0.0, dtype=torch.float32))
+
+
+def _prepare_momentum(inner: torch.optim.Optimizer) -> None:
+    """Torch's SGD starts its momentum as the first gradient: as zero plus that gradient."""
+    if type(inner) is not torch.optim.SGD:
+        raise UnsupportedLayoutError(
+            f"optimizer {type(inner).__name__}: its state is not known before its first step; "
+            "expected Adam, Lion or torch's SGD; reload from a checkpoint"
+        )
+    for group in inner.param_groups:
+        if group["momentum"] and group["dampening"]:
+            raise UnsupportedLayoutError(
+                "SGD with dampening: its first step is unlike later ones; reload from a checkpoint"
+            )
+        if group["momentum"]:
+            for parameter in group["params"]:
+                inner.state[parameter].setdefault("momentum_buffer", torch.zeros_like(parameter))
 
 
 def owned_parameters(optimizer: MegatronOptimizer) -> Iterator[OwnedParameter]:

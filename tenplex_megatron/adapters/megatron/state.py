@@ -6,9 +6,8 @@ tensors it is: `master` (the value the optimizer updates), the optimizer's own n
 16-bit weights do not appear: they are the masters, rounded.
 """
 
-import base64
-import io
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -107,8 +106,10 @@ class MegatronState(TrainingState):
             if id(tensor) in seen or id(tensor) in trained:
                 continue
             flat = tensor.detach().view(-1)
+            changes_early = not isinstance(tensor, torch.nn.Parameter)
             for part in tensor_parts:
-                yield from _pieces("param", part, flat, 0, flat.numel())
+                for piece in _pieces("param", part, flat, 0, flat.numel()):
+                    yield replace(piece, is_early=changes_early)
 
     def _capture_random(self) -> None:
         place = randomness.coordinate_name(self._args.data_parallel_random_init)
@@ -134,18 +135,7 @@ class MegatronState(TrainingState):
             "must_agree": agree,
             "schedule": dict(self._scheduler.state_dict()),
             "optimizers": optimizers.optimizer_progress(self._optimizer),
-            "objects": self._objects(),
         }
-
-    def _objects(self) -> Progress:
-        found: Progress = {}
-        for entry in self._tensors.objects:
-            data = entry.data
-            if isinstance(data, io.BytesIO):
-                found[entry.unique_key] = base64.b64encode(data.getvalue()).decode()
-            elif isinstance(data, torch.Tensor) and data.dtype == torch.uint8:
-                found[entry.unique_key] = base64.b64encode(data.cpu().numpy().tobytes()).decode()
-        return found
 
     def load_progress(self, progress: Sequence[Progress]) -> int:
         """See `TrainingState.load_progress`."""
