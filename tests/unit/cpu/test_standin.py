@@ -119,8 +119,3 @@ def test_a_forked_child_trains_on_what_its_parent_installed() -> None:
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-
-
-def test_the_arguments_are_a_fresh_list_each_time() -> None:
-    cpu.megatron_arguments().clear()
-    assert cpu.megatron_arguments()[:2] == ["--distributed-backend", "gloo"]
