@@ -9,12 +9,10 @@ import importlib
 import json
 import math
 import os
-import runpy
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -27,6 +25,7 @@ from tenplex_megatron.adapters.registry import framework_adapter
 from tenplex_megatron.core.codec import canonical, collection_from_json, collection_to_json
 from tenplex_megatron.core.collection import TensorCollection
 from tenplex_megatron.core.tensors import TensorSpec
+from tenplex_megatron.elastic.entry import run_script
 from tenplex_megatron.elastic.generation import ENVIRONMENT_VARIABLE
 from tenplex_megatron.elastic.lifeline import end_with_parent
 from tenplex_megatron.errors import ConfigError
@@ -102,7 +101,7 @@ def describe_rank(task: RankTask) -> TensorCollection:
     sys.argv = [task.script, *task.argv]
     try:
         with _UntouchedMemory():  # type: ignore[no-untyped-call] # torch has no types here
-            _run_script(task)
+            run_script(task.script, is_module=task.is_module)
     except _BuiltError:
         assert recorder.collection is not None
         return recorder.collection
@@ -229,14 +228,3 @@ def _ignoring_backend(original: Callable[..., object]) -> Callable[..., object]:
         return original(ranks, backend="fake")
 
     return new_group
-
-
-def _run_script(task: RankTask) -> None:
-    if task.is_module:
-        runpy.run_module(task.script, run_name="__main__", alter_sys=True)
-        return
-    path = Path(task.script)
-    if not path.is_file():
-        raise ConfigError(f"training script {task.script} does not exist")
-    sys.path.insert(0, str(path.resolve().parent))
-    runpy.run_path(str(path), run_name="__main__")

@@ -24,7 +24,7 @@ from tenplex_megatron.elastic.lifeline import end_with_parent
 from tenplex_megatron.elastic.membership import HANDED_OVER, WRONG_INPUT
 from tenplex_megatron.errors import ConfigError, TenplexError, TransportError
 
-__all__ = ["WorkerTask", "read_failure", "run_task", "worker_main"]
+__all__ = ["WorkerTask", "read_failure", "run_script", "run_task", "worker_main"]
 
 logger = logging.getLogger(__name__)
 
@@ -91,7 +91,7 @@ def worker_main(task: WorkerTask) -> None:
     session = _session(task.session)
     if session is not None and spec is not None:
         session.install(spec)
-    _run_script(task)
+    run_script(task.script, is_module=task.is_module)
     if session is not None and not session.was_used():
         raise ConfigError(
             f"{task.script} ended without training under the elastic hooks; it must train through "
@@ -113,13 +113,14 @@ def _session(name: str | None) -> _Session | None:
     return None if name is None else cast("_Session", importlib.import_module(name))
 
 
-def _run_script(task: WorkerTask) -> None:
-    if task.is_module:
-        runpy.run_module(task.script, run_name="__main__", alter_sys=True)
+def run_script(script: str, *, is_module: bool) -> None:
+    """Run a training script, or a module as with `python -m`, as the main program."""
+    if is_module:
+        runpy.run_module(script, run_name="__main__", alter_sys=True)
         return
-    path = Path(task.script)
+    path = Path(script)
     if not path.is_file():
-        raise ConfigError(f"training script {task.script} does not exist")
+        raise ConfigError(f"training script {script} does not exist")
     sys.path.insert(0, str(path.resolve().parent))
     runpy.run_path(str(path), run_name="__main__")
 
