@@ -10,7 +10,6 @@ masters that require a gradient (so it runs under `no_grad`).  Neither costs tor
 import argparse
 import json
 import os
-import runpy
 import shutil
 import signal
 import statistics
@@ -126,7 +125,6 @@ def torchrun_job(data: Path) -> tuple[list[str], Callable[[], list[tuple[int, fl
         *(sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=4"),
         *("--max-restarts=3", "--monitor-interval=0.1", str(Path(__file__)), "--worker"),
         *model_flags(data, steps=1000),
-        *cpu_flags(),
         *("--pipeline-model-parallel-size=4", "--ckpt-format=torch_dist", "--save-interval=1"),
         *(f"--save={WORK / 'checkpoint'}", f"--load={WORK / 'checkpoint'}"),
     ]
@@ -139,13 +137,6 @@ def torchrun_job(data: Path) -> tuple[list[str], Callable[[], list[tuple[int, fl
     return command, steps
 
 
-def cpu_flags() -> list[str]:
-    """Megatron's flags for the stand-in, as the launcher appends them."""
-    from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
-
-    return MegatronArguments().device_arguments("cpu")
-
-
 def measure(command: list[str], steps: Callable[[], list[tuple[int, float, int]]]) -> float:
     """Seconds from SIGKILL to the end of the first step after it."""
     environment = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
@@ -155,7 +146,7 @@ def measure(command: list[str], steps: Callable[[], list[tuple[int, float, int]]
     log = (WORK / "log").open("w")
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     try:
-        first = wait_for(process, lambda: [mark for mark in steps() if mark[2]][3:])
+        first = wait_for(process, lambda: [mark for mark in steps() if mark[2]][1:])
         generation, _, pid = first[-1]
         killed = time.time()
         os.kill(pid, signal.SIGKILL)
@@ -195,6 +186,7 @@ def worker() -> None:
     import torch
     from megatron.training import checkpointing, training
 
+    from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
     from tenplex_megatron.adapters.megatron.optimizer import prepare_state
 
     load, finish = training.load_checkpoint, training.checkpoint_and_decide_exit
@@ -215,8 +207,10 @@ def worker() -> None:
 
     training.load_checkpoint = load_prepared
     training.checkpoint_and_decide_exit = finish_marked
-    sys.argv = [str(SCRIPTS / "pretrain_gpt.py"), *sys.argv[2:]]
-    runpy.run_path(sys.argv[0], run_name="__main__")
+    script = SCRIPTS / "pretrain_gpt.py"
+    sys.argv = [str(script), *sys.argv[2:], *MegatronArguments().device_arguments("cpu")]
+    # Not by runpy: Megatron's save spawns processes, which would import the whole script again.
+    exec(compile(script.read_text(), script, "exec"), {"__name__": "__main__"})
 
 
 if __name__ == "__main__":

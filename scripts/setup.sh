@@ -133,13 +133,15 @@ if [[ ! -f $stamp ]] || [[ $("$python" -VV 2>/dev/null) != "$("$base" -VV)" ]] |
 fi
 rm -f "$stamp"
 
-say "1/2 torch and what DeepSpeed's build needs (the first time about 3 GB are downloaded)"
+say "1/3 torch and what DeepSpeed's build needs (the first time about 3 GB are downloaded)"
 install setuptools torch numpy packaging psutil py-cpuinfo
-say "2/2 tenplex-megatron with its tools and DeepSpeed"
+say "2/3 tenplex-megatron with its tools and DeepSpeed"
 # DeepSpeed comes as source and asks torch at build time; its kernels are not built ahead.
 DS_BUILD_OPS=0 install --no-build-isolation -e ".[dev,deepspeed]"
-# The frameworks' first import would otherwise compile them in every rank, with warnings.
-"$python" -W ignore -m compileall -q .venv/lib/python3*/site-packages/{megatron,deepspeed} || true
+# uv leaves this to the first import: under PYTHONDONTWRITEBYTECODE that is every import of every rank.
+say "3/3 bytecode"
+"$python" -W ignore -m compileall -q -j 0 .venv/lib/python3*/site-packages tenplex_megatron \
+    >/dev/null 2>&1 || true
 
 fingerprint "$python" >"$stamp"
 say "done in $((SECONDS - started)) s; activate with: source .venv/bin/activate"
