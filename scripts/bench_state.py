@@ -8,6 +8,7 @@ slows both alike.
 
 import argparse
 import io
+import itertools
 import json
 import logging
 import os
@@ -67,8 +68,8 @@ class Size:
         return 1 + 2 * self.block * self.blocks
 
 
-FULL = Size(hidden=768, layers=12, vocab=32_000, block=3, blocks=3, rounds=7)
-QUICK = Size(hidden=256, layers=8, vocab=16_000, block=4, blocks=3, rounds=7)
+FULL = Size(hidden=768, layers=12, vocab=32_000, block=4, blocks=8, rounds=7)
+QUICK = Size(hidden=256, layers=8, vocab=16_000, block=4, blocks=4, rounds=7)
 
 
 def flags(size: Size, data: Path) -> list[str]:
@@ -80,10 +81,10 @@ def flags(size: Size, data: Path) -> list[str]:
         "ffn-hidden-size": size.hidden * 8 // 3 // 64 * 64,
         "num-attention-heads": heads,
         "num-query-groups": heads // 2,
-        "seq-length": 128,
-        "max-position-embeddings": 128,
-        "global-batch-size": 2,
-        "micro-batch-size": 2,
+        "seq-length": 64,
+        "max-position-embeddings": 64,
+        "global-batch-size": 1,
+        "micro-batch-size": 1,
         "vocab-size": size.vocab,
     }
     # Of a flag given twice Megatron takes the last; the mock data needs no data path.
@@ -140,7 +141,7 @@ class TimedSession(ElasticSession):
         self._state: TrainingState | None = None
         self._last = 0.0
         self._copying = False
-        self.step_s: dict[bool, list[float]] = {False: [], True: []}
+        self.steps: list[tuple[bool, float]] = []  # takes a snapshot, seconds
         self.copy_s: list[float] = []
         self.result: dict[str, Any] = {}
 
@@ -156,7 +157,7 @@ class TimedSession(ElasticSession):
         now = time.perf_counter()
         assert self._snapshots is not None
         if step > 1:
-            self.step_s[self._copying].append(now - self._last)
+            self.steps.append((self._copying, now - self._last))
         if self._copying:
             self.copy_s.append(self._snapshots.copy_seconds)
         self._copying = bool((step - 1) // self._size.block % 2) and step < self._size.steps
@@ -180,7 +181,7 @@ class TimedSession(ElasticSession):
         self.result = {
             "model_bytes": memcpy.nbytes,
             "boxes": len(pieces),
-            **overhead(self.step_s, self.copy_s, memcpy.nbytes),
+            **overhead(self.steps, self.copy_s, memcpy.nbytes),
             **measure_export(
                 self._snapshots, memcpy, self._size, [piece.nbytes for piece in pieces], step
             ),
@@ -195,23 +196,36 @@ class TimedSession(ElasticSession):
 
 
 def overhead(
-    step_s: Mapping[bool, list[float]], copy_s: Sequence[float], nbytes: int
+    steps: Sequence[tuple[bool, float]], copy_s: Sequence[float], nbytes: int
 ) -> dict[str, Any]:
-    """How much longer steps with a snapshot took, next to the copies they took."""
-    without, with_, copy = spread(step_s[False]), spread(step_s[True]), spread(copy_s)
-    difference = with_["median"] - without["median"]
-    noise = without["max"] - without["min"]
+    """How much longer steps with a snapshot took than their neighbours, next to the copies.
+
+    Each block of steps with snapshots is compared with the blocks before and after it, so that a
+    machine that slows down slows both.
+    """
+    blocks = [
+        statistics.median(seconds for _, seconds in block)
+        for _, block in itertools.groupby(steps, key=lambda step: step[0])
+    ]
+    differences = [
+        block - statistics.mean(blocks[max(number - 1, 0) : number + 2 : 2])
+        for number, block in enumerate(blocks)
+        if number % 2
+    ]
+    difference, copy = statistics.median(differences), spread(copy_s)
+    # Of a median of n values: 1.25 standard deviations of one over the root of n.
+    error = 1.25 * statistics.stdev(differences) / len(differences) ** 0.5
     return {
         "snapshot_step_overhead": {
-            "without_s": without,
-            "with_s": with_,
+            "without_s": spread([seconds for copies, seconds in steps if not copies]),
+            "with_s": spread([seconds for copies, seconds in steps if copies]),
             "difference_s": difference,
-            "difference_of_fastest_s": with_["min"] - without["min"],
+            "standard_error_s": error,
+            "differences_s": differences,
             "copy_s": copy,
             "within_copy": difference <= copy["median"],
-            # Steps that differ among themselves by more than a copy lasts say nothing about it.
-            "noise_s": noise,
-            "is_resolved": noise < copy["median"],
+            # An error as large as a copy says nothing about it.
+            "is_resolved": 2 * error < copy["median"],
         },
         "copy_while_training_gb_per_s": spread([nbytes / seconds / 1e9 for seconds in copy_s]),
     }

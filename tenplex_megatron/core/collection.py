@@ -12,7 +12,7 @@ from tenplex_megatron.core.region import Region, missing_parts
 from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.errors import LayoutError
 
-__all__ = ["TensorCollection", "join_names"]
+__all__ = ["TensorCollection", "join_names", "merge_specs"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +156,17 @@ class TensorCollection:
             raise LayoutError(
                 f"rank {rank} holds {box}, which does not fit the tensor's shape {spec.shape}"
             )
+
+
+def merge_specs(known: dict[str, TensorSpec], more: Mapping[str, TensorSpec]) -> None:
+    """Add the tensors that another rank or node describes.
+
+    Raises:
+        LayoutError: a tensor is described differently.
+    """
+    for name, spec in more.items():
+        if known.setdefault(name, spec) != spec:
+            raise LayoutError(f"{name}: described as {known[name]} and as {spec}")
 
 
 def join_names(names: Iterable[str], limit: int = 5) -> str:

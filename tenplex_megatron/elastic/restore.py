@@ -7,7 +7,8 @@ compute the same plan from that, check the digests of what they read, and carry 
 import json
 import logging
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
@@ -20,14 +21,15 @@ from tenplex_megatron.core.codec import (
     collection_to_json,
     encode,
 )
-from tenplex_megatron.core.collection import TensorCollection, join_names
+from tenplex_megatron.core.collection import TensorCollection, join_names, merge_specs
 from tenplex_megatron.core.plan import ReshardPlan, Topology, plan_reshard
-from tenplex_megatron.core.region import Region
 from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.errors import LayoutError, StoreError
+from tenplex_megatron.execution.boxes import Sources
 from tenplex_megatron.execution.executor import Movement, Target, execute_plan
 from tenplex_megatron.execution.verify import gather_collection
 from tenplex_megatron.store.base import TensorReader
+from tenplex_megatron.store.processors import processors_per_rank
 from tenplex_megatron.store.values import decode_value, encode_value
 from tenplex_megatron.transport.base import Transport
 
@@ -106,7 +108,7 @@ def restore_state(
     plan = plan_reshard(source, target, topology)
     _check_equal(plan, transport, timeout_s)
     clock.mark("plan")
-    damaged = () if reader is None else tuple(_damaged_ranks(plan, site.rank, reader))
+    damaged = () if reader is None else _damaged_ranks(plan, site, reader)
     (spread,) = transport.agree((len(damaged),), timeout_s=timeout_s)
     if spread:
         raise DamagedSnapshotError(reader.version if reader else -1, damaged)
@@ -166,7 +168,7 @@ def _gather_source(
             continue
         part = collection_from_json(entry["collection"])
         digests.update(entry["digests"])
-        _add_specs(specs, part.tensors)
+        merge_specs(specs, part.tensors)
         holdings.update(part.holdings)
         for rank, values in entry["progress"].items():
             progress[int(rank)] = cast(Progress, decode_value(values))
@@ -194,12 +196,6 @@ def _report_divergence(digests: Mapping[str, Mapping[str, str]]) -> None:
         )
 
 
-def _add_specs(known: dict[str, TensorSpec], more: Mapping[str, TensorSpec]) -> None:
-    for name, spec in more.items():
-        if known.setdefault(name, spec) != spec:
-            raise LayoutError(f"{name}: described as {known[name]} and as {spec}")
-
-
 def _check_equal(plan: ReshardPlan, transport: Transport, timeout_s: float) -> None:
     """All ranks must obey one plan; 48 bits of its digest travel as a number."""
     digest = int(xxhash.xxh3_64_hexdigest(encode(plan).encode())[:12], 16)
@@ -222,22 +218,34 @@ class DamagedSnapshotError(StoreError):
         self.ranks = ranks
 
 
-def _damaged_ranks(plan: ReshardPlan, rank: int, reader: TensorReader) -> Iterator[int]:
-    """Check every box this rank reads, each once; the old ranks whose files are damaged."""
-    wanted: dict[int, dict[str, list[Region]]] = {}
-    for transfer in plan.transfers:
-        if transfer.sender_rank == rank:
-            tensors = wanted.setdefault(transfer.source_rank, {})
-            tensors.setdefault(transfer.tensor, []).append(transfer.region)
-    for source_rank, tensors in wanted.items():
-        try:
-            for number, stored in enumerate(reader.boxes(source_rank)):
-                regions = tensors.get(stored.tensor, ())
-                if any(stored.region.intersect(region) for region in regions):
-                    reader.verify(source_rank, number)
-        except StoreError as error:
-            logger.warning("%s", error)
-            yield source_rank
+def _damaged_ranks(plan: ReshardPlan, site: Site, reader: TensorReader) -> tuple[int, ...]:
+    """The old ranks whose files are damaged; the ranks of a node share the boxes it reads."""
+    sources = Sources(reader, plan.tensors)
+    wanted = {
+        (transfer.source_rank, sources.number(transfer))
+        for transfer in plan.transfers
+        if site.nodes[transfer.sender_rank] == site.node
+    }
+    # Neighbours in the order of size go to different ranks, so that all read about as much.
+    by_size = sorted(wanted, key=lambda box: (reader.boxes(box[0])[box[1]].nbytes, box))
+    ranks = [rank for rank, node in enumerate(site.nodes) if node == site.node]
+    mine = by_size[ranks.index(site.rank) :: len(ranks)]
+    with ThreadPoolExecutor(processors_per_rank(), thread_name_prefix="tenplex-verify") as pool:
+        problems = list(pool.map(lambda box: _problem(reader, *box), mine))
+    for problem in problems:
+        if problem is not None:
+            logger.warning("%s", problem)
+    return tuple(
+        sorted({rank for (rank, _), problem in zip(mine, problems, strict=True) if problem})
+    )
+
+
+def _problem(reader: TensorReader, rank: int, number: int) -> StoreError | None:
+    try:
+        reader.verify(rank, number)
+    except StoreError as error:
+        return error
+    return None
 
 
 def _report_created(created: Sequence[Box]) -> None:

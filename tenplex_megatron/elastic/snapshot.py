@@ -14,7 +14,7 @@ import torch
 
 from tenplex_megatron.adapters.base import Piece, Progress, TrainingState
 from tenplex_megatron.errors import StoreError
-from tenplex_megatron.execution.copying import copy_into
+from tenplex_megatron.execution.copying import copy_all
 from tenplex_megatron.store.base import TensorWriter
 
 __all__ = ["Snapshotter"]
@@ -94,10 +94,11 @@ class Snapshotter:
 
     def _copy_some(self, numbers: Sequence[int], views: Sequence[memoryview]) -> float:
         started = time.monotonic()
-        for number in numbers:
-            source = self._sources[number]
-            if source.numel():
-                copy_into(torch.frombuffer(views[number], dtype=torch.uint8), source)
+        copy_all(
+            (torch.frombuffer(views[number], dtype=torch.uint8), self._sources[number])
+            for number in numbers
+            if self._sources[number].numel()
+        )
         return time.monotonic() - started
 
     def _finish(self, version: int, progress: Progress) -> int:

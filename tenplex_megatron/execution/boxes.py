@@ -38,13 +38,13 @@ class Sources:
         """Bytes of a transfer."""
         return transfer.region.numel * self._specs[transfer.tensor].itemsize
 
-    def check(self, transfer: Transfer) -> None:
-        """Refuse a transfer out of something that this node lacks.
+    def number(self, transfer: Transfer) -> int:
+        """Which box of its source rank a transfer reads.
 
         Raises:
-            LayoutError: naming it.
+            LayoutError: this node lacks it.
         """
-        self._find(transfer)
+        return self._find(transfer)[2]
 
     def part(self, transfer: Transfer) -> torch.Tensor:
         """The bytes of a transfer in its shape and type; read-only."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from tenplex_megatron.core.coalesce import message_rounds
 from tenplex_megatron.core.plan import ReshardPlan
 from tenplex_megatron.execution.boxes import Places, Sources, Target
-from tenplex_megatron.execution.copying import copy_into
+from tenplex_megatron.execution.copying import copy_all
 from tenplex_megatron.execution.staging import Inbox, Outbox
 from tenplex_megatron.store.base import TensorReader
 from tenplex_megatron.transport.base import Transport
@@ -60,15 +60,16 @@ def execute_plan(
     places = Places(targets)
     for transfer in plan.transfers:
         if transfer.sender_rank == rank:
-            sources.check(transfer)
+            sources.number(transfer)
         if transfer.target_rank == rank:
             places.check(transfer)
-    local_bytes = 0
-    for transfer in plan.local_for(rank):
-        part = sources.part(transfer)
-        for place in places.parts(transfer):
-            copy_into(place, part)
-        local_bytes += part.nbytes
+    local = plan.local_for(rank)
+    copy_all(
+        (place, part)
+        for transfer in local
+        for part in [sources.part(transfer)]
+        for place in places.parts(transfer)
+    )
     sent, received = transport.traffic.sent_bytes, transport.traffic.received_bytes
     outbox, inbox = Outbox(sources), Inbox(places, sources)
     for step in message_rounds(plan, rank):
@@ -78,7 +79,7 @@ def execute_plan(
         for peer, row in step.receives.items():
             inbox.unpack(row, receives[peer])
     return Movement(
-        local_bytes=local_bytes,
+        local_bytes=sum(map(sources.nbytes, local)),
         sent_bytes=transport.traffic.sent_bytes - sent,
         received_bytes=transport.traffic.received_bytes - received,
         seconds=time.monotonic() - started,

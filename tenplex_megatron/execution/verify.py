@@ -8,10 +8,9 @@ import numpy.typing as npt
 import torch
 
 from tenplex_megatron.core.codec import canonical, collection_from_json, collection_to_json
-from tenplex_megatron.core.collection import TensorCollection
+from tenplex_megatron.core.collection import TensorCollection, merge_specs
 from tenplex_megatron.core.fingerprint import add_fingerprints, fingerprint_part, owned_parts
 from tenplex_megatron.core.tensors import Box, TensorSpec
-from tenplex_megatron.errors import LayoutError
 from tenplex_megatron.execution.executor import Target
 from tenplex_megatron.transport.base import Transport
 
@@ -33,9 +32,7 @@ def gather_collection(
     holdings: dict[int, tuple[Box, ...]] = {}
     for rank, row in enumerate(transport.gather(mine.encode(), timeout_s=timeout_s)):
         part = collection_from_json(json.loads(row))
-        for name, spec in part.tensors.items():
-            if merged.setdefault(name, spec) != spec:
-                raise LayoutError(f"{name}: described as {merged[name]} and as {spec}")
+        merge_specs(merged, part.tensors)
         holdings[rank] = part.holdings[0]
     return TensorCollection(merged, holdings)
 

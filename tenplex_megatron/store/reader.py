@@ -15,11 +15,10 @@ from tenplex_megatron.errors import StoreError
 from tenplex_megatron.store.base import StoredBox, TensorReader
 from tenplex_megatron.store.files import open_private
 from tenplex_megatron.store.index import RankIndex, digest_bytes
+from tenplex_megatron.store.processors import processors_per_rank
 from tenplex_megatron.store.values import PlainValue
 
 __all__ = ["SnapshotReader", "StoredIndex"]
-
-_VERIFY_THREADS = 4
 
 
 @dataclass(slots=True)
@@ -98,7 +97,7 @@ class SnapshotReader(TensorReader):
     def problems(self) -> tuple[str, ...]:
         """Verify every box of every rank held here; one sentence for each that is damaged."""
         todo = [(rank, index) for rank in self.ranks for index in range(len(self.boxes(rank)))]
-        with ThreadPoolExecutor(min(_VERIFY_THREADS, os.cpu_count() or 1)) as pool:
+        with ThreadPoolExecutor(processors_per_rank()) as pool:
             return tuple(text for text in pool.map(self._problem, todo) if text is not None)
 
     def close(self) -> None:

@@ -25,6 +25,7 @@ from tenplex_megatron.store.files import (
 )
 from tenplex_megatron.store.index import RankIndex, digest_bytes
 from tenplex_megatron.store.pages import PageToucher, memory_address
+from tenplex_megatron.store.processors import processors_per_rank
 from tenplex_megatron.store.space import check_space, reserve
 from tenplex_megatron.store.values import PlainValue, encode_value
 
@@ -36,7 +37,6 @@ _ALIGNMENT = 64
 _INDEX_BYTES_PER_BOX = 512
 # Below this, starting threads costs more than one thread needs to hash everything.
 _PARALLEL_DIGEST_BYTES = 64 << 20
-_DIGEST_THREADS = 4
 
 
 def slot_paths(directory: Path, rank: int, slot: int) -> tuple[Path, Path]:
@@ -266,8 +266,9 @@ class SnapshotWriter(TensorWriter):
 
 
 def _digest_all(views: Sequence[memoryview]) -> tuple[str, ...]:
-    threads = min(_DIGEST_THREADS, os.cpu_count() or 1)
-    if threads == 1 or sum(view.nbytes for view in views) < _PARALLEL_DIGEST_BYTES:
+    """Nobody waits for digests of a running job, so one processor is left to training."""
+    threads = processors_per_rank() - 1
+    if threads < 2 or sum(view.nbytes for view in views) < _PARALLEL_DIGEST_BYTES:
         return tuple(digest_bytes(view) for view in views)
     with ThreadPoolExecutor(threads) as pool:
         return tuple(pool.map(digest_bytes, views))

@@ -5,7 +5,7 @@ import warnings
 import pytest
 import torch
 
-from tenplex_megatron.execution.copying import copy_into, read_only_bytes
+from tenplex_megatron.execution.copying import copy_all, copy_into, read_only_bytes
 
 LARGE = (1 << 20) + 8
 
@@ -41,6 +41,37 @@ def test_tensors_without_dims_and_trained_ones_are_copied() -> None:
     copy_into(parameter.detach(), torch.ones(LARGE))
     assert float(target) == 3
     assert float(parameter.detach().sum()) == LARGE
+
+
+@pytest.mark.parametrize("ranks", [1, 1000])
+def test_many_copies_at_once_are_each_made_whole(
+    ranks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", str(ranks))
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1, 2})
+    sizes = [70 << 18, 0, 1, 5, 3 << 20, 70 << 18]
+    sources = [torch.randn(size) for size in sizes]
+    targets = [torch.zeros(size) for size in sizes]
+    parameter = torch.nn.Parameter(torch.zeros(64, 64))
+    wide, part = torch.zeros(1024, 1024), torch.randn(1024, 512)
+    with torch.no_grad():
+        copy_all(
+            [
+                *zip(targets, sources, strict=True),
+                (parameter, torch.ones(64, 64)),
+                (wide[:, 256:768], part),
+            ]
+        )
+    assert all(map(torch.equal, targets, sources))
+    assert float(parameter.detach().sum()) == 64 * 64
+    assert torch.equal(wide[:, 256:768], part)
+
+
+def test_a_copy_that_fails_in_a_thread_is_an_error_here(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
+    with pytest.raises(RuntimeError, match="size"):
+        copy_all([(torch.zeros(3 << 20), torch.zeros(3 << 19))])
 
 
 def test_a_read_only_view_is_read_without_a_warning() -> None:
