@@ -6,16 +6,16 @@ later step boundary, when all ranks of the world have said that theirs is finish
 """
 
 import logging
-import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import torch
 
 from tenplex_megatron.adapters.base import Piece, Progress, TrainingState
 from tenplex_megatron.errors import StoreError
-from tenplex_megatron.execution.copying import copy_all
+from tenplex_megatron.execution.copying import Copying, copy_all
 from tenplex_megatron.store.base import TensorWriter
+from tenplex_megatron.store.processors import processors_per_rank
 
 __all__ = ["Snapshotter"]
 
@@ -39,8 +39,10 @@ class Snapshotter:
         self._late = [n for n, piece in enumerate(pieces) if not piece.is_early]
         self._sources = [piece.as_bytes() for piece in pieces]
         self._writer = writer
-        self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="tenplex-snapshot")
-        self._copy: Future[float] | None = None
+        # One processor is left to training, until that waits and helps.
+        self._threads = max(processors_per_rank() - 1, 1)
+        self._pool = ThreadPoolExecutor(self._threads, thread_name_prefix="tenplex-snapshot")
+        self._copying: Copying | None = None
         self._seal: Future[int] | None = None
         self.finished_version = -1
         self.copy_seconds = 0.0
@@ -56,15 +58,16 @@ class Snapshotter:
         self._state.refresh()
         progress = self._state.progress()
         views = self._writer.begin(version, spare=committed)
-        self._copy_some(self._early, views)
-        self._copy = self._pool.submit(self._copy_some, self._late, views)
-        self._seal = self._pool.submit(self._finish, version, progress)
+        copy_all(self._pairs(self._early, views))
+        self._copying = Copying(self._pairs(self._late, views), self._pool, self._threads)
+        self._seal = self._pool.submit(self._finish, version, progress, self._copying)
 
     def fence(self) -> None:
         """Block until the running copy no longer reads the live state."""
-        if self._copy is not None:
-            self.copy_seconds = self._copy.result()
-            self._copy = None
+        if self._copying is not None:
+            self._copying.finish()
+            self.copy_seconds = self._copying.seconds
+            self._copying = None
 
     def poll(self) -> int:
         """The newest version this rank has finished; does not block."""
@@ -92,15 +95,14 @@ class Snapshotter:
         self._pool.shutdown()
         self._writer.close()
 
-    def _copy_some(self, numbers: Sequence[int], views: Sequence[memoryview]) -> float:
-        started = time.monotonic()
-        copy_all(
-            (torch.frombuffer(views[number], dtype=torch.uint8), self._sources[number])
-            for number in numbers
-            if self._sources[number].numel()
-        )
-        return time.monotonic() - started
+    def _pairs(
+        self, numbers: Sequence[int], views: Sequence[memoryview]
+    ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        for number in numbers:
+            if self._sources[number].numel():
+                yield torch.frombuffer(views[number], dtype=torch.uint8), self._sources[number]
 
-    def _finish(self, version: int, progress: Progress) -> int:
+    def _finish(self, version: int, progress: Progress, copying: Copying) -> int:
+        copying.finish()
         self._writer.finish(version, progress)
         return version

@@ -5,6 +5,7 @@ own loop, which first reads every line it is about to overwrite.  One processor 
 memory busy, so many copies are shared among the processors that a rank has to itself.
 """
 
+import time
 import warnings
 from collections import deque
 from collections.abc import Iterable
@@ -16,7 +17,7 @@ import torch
 
 from tenplex_megatron.store.processors import processors_per_rank
 
-__all__ = ["copy_all", "copy_into", "read_only_bytes"]
+__all__ = ["Copying", "copy_all", "copy_into", "read_only_bytes"]
 
 # Below about this size libc copies through the caches as well, and a call of torch is cheaper.
 _LARGE_BYTES = 1 << 20
@@ -30,22 +31,58 @@ _PARALLEL_BYTES = 8 << 20
 _PIECE_BYTES = 32 << 20
 
 
+class Copying:
+    """Copies under way on threads of `pool`; whoever waits for them takes part.
+
+    Args:
+        pairs: (target, source) as for `copy_into`; the targets don't overlap.
+        pool: idle threads.
+        threads: how many of them to use.
+    """
+
+    def __init__(
+        self,
+        pairs: Iterable[tuple[torch.Tensor, torch.Tensor]],
+        pool: ThreadPoolExecutor,
+        threads: int,
+    ) -> None:
+        pieces = [piece for pair in pairs for piece in _cut(*pair)]
+        self._todo = deque(sorted(pieces, key=lambda piece: piece[0].nbytes, reverse=True))
+        self._started = self._ended = time.monotonic()
+        self._helpers = [pool.submit(self._help) for _ in range(threads)]
+
+    @property
+    def seconds(self) -> float:
+        """From the start to the last byte that has been copied."""
+        return self._ended - self._started
+
+    def finish(self) -> None:
+        """Take part until everything is copied; any thread may call it, at any time."""
+        self._help()
+        for helper in self._helpers:
+            helper.result()
+
+    @torch.no_grad()
+    def _help(self) -> None:
+        while True:
+            try:
+                target, source = self._todo.popleft()
+            except IndexError:
+                return
+            copy_into(target, source)
+            self._ended = time.monotonic()
+
+
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """`copy_into` for every (target, source); the targets don't overlap."""
+    """`copy_into` for every (target, source), on all processors this rank has to itself."""
     pairs = list(pairs)
-    threads = processors_per_rank()
-    is_large = sum(target.nbytes for target, _ in pairs) >= _PARALLEL_BYTES
-    on_host = all(tensor.device.type == "cpu" for pair in pairs for tensor in pair)
-    if threads == 1 or not is_large or not on_host:
+    threads = processors_per_rank() - 1
+    if threads == 0 or sum(target.nbytes for target, _ in pairs) < _PARALLEL_BYTES:
         for target, source in pairs:
             copy_into(target, source)
         return
-    pieces = [piece for pair in pairs for piece in _cut(*pair)]
-    pieces.sort(key=lambda piece: piece[0].nbytes, reverse=True)
-    queue = deque(pieces)
     with ThreadPoolExecutor(threads, thread_name_prefix="tenplex-copy") as pool:
-        for done in [pool.submit(_copy_queued, queue) for _ in range(threads)]:
-            done.result()
+        Copying(pairs, pool, threads).finish()
 
 
 def copy_into(target: torch.Tensor, source: torch.Tensor) -> None:
@@ -68,17 +105,6 @@ def _cut(target: torch.Tensor, source: torch.Tensor) -> list[tuple[torch.Tensor,
     step = _PIECE_BYTES // target.element_size()
     targets, sources = (torch.split(whole.detach().view(-1), step) for whole in (target, source))
     return list(zip(targets, sources, strict=True))
-
-
-@torch.no_grad()
-def _copy_queued(queue: deque[tuple[torch.Tensor, torch.Tensor]]) -> None:
-    """Copy until nothing is left; others take from the same queue."""
-    while True:
-        try:
-            target, source = queue.popleft()
-        except IndexError:
-            return
-        copy_into(target, source)
 
 
 def _is_streamable(target: torch.Tensor, source: torch.Tensor) -> bool:

@@ -1,11 +1,14 @@
 """A copy is a copy, whatever the size, the type, and where the two memories begin."""
 
+import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 
-from tenplex_megatron.execution.copying import copy_all, copy_into, read_only_bytes
+from tenplex_megatron.execution.copying import Copying, copy_all, copy_into, read_only_bytes
 
 LARGE = (1 << 20) + 8
 
@@ -65,6 +68,24 @@ def test_many_copies_at_once_are_each_made_whole(
     assert all(map(torch.equal, targets, sources))
     assert float(parameter.detach().sum()) == 64 * 64
     assert torch.equal(wide[:, 256:768], part)
+
+
+def test_who_waits_takes_part() -> None:
+    sources = [torch.randn(1 << 10) for _ in range(20)]
+    targets = [torch.zeros(1 << 10) for _ in range(20)]
+    blocked = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(blocked.wait)  # the pool's only thread is busy, so the caller copies all
+        copying = Copying(zip(targets, sources, strict=True), pool, threads=1)
+        waiting = threading.Thread(target=copying.finish)
+        waiting.start()
+        while not all(map(torch.equal, targets, sources)):
+            time.sleep(0.001)
+        assert waiting.is_alive()  # until the helper has seen that nothing is left
+        blocked.set()
+        waiting.join()
+        copying.finish()
+    assert copying.seconds > 0
 
 
 def test_a_copy_that_fails_in_a_thread_is_an_error_here(monkeypatch: pytest.MonkeyPatch) -> None:
