@@ -7,14 +7,15 @@ memory busy, so many copies are shared among the processors that a rank has to i
 
 import time
 import warnings
-from collections import deque
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from queue import Empty, Queue
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
+from tenplex_megatron.errors import StoreError
 from tenplex_megatron.store.processors import processors_per_rank
 
 __all__ = ["Copying", "copy_all", "copy_into", "read_only_bytes"]
@@ -47,7 +48,10 @@ class Copying:
         threads: int,
     ) -> None:
         pieces = [piece for pair in pairs for piece in _cut(*pair)]
-        self._todo = deque(sorted(pieces, key=lambda piece: piece[0].nbytes, reverse=True))
+        self._todo: Queue[tuple[torch.Tensor, torch.Tensor]] = Queue()
+        for piece in sorted(pieces, key=lambda piece: piece[0].nbytes, reverse=True):
+            self._todo.put(piece)
+        self._is_broken = False
         self._started = self._ended = time.monotonic()
         self._helpers = [pool.submit(self._help) for _ in range(threads)]
 
@@ -57,20 +61,33 @@ class Copying:
         return self._ended - self._started
 
     def finish(self) -> None:
-        """Take part until everything is copied; any thread may call it, at any time."""
+        """Take part until every byte is copied, by whom ever; any thread may call it, at any time.
+
+        Raises:
+            StoreError: a copy failed, whose own error another thread has met.
+        """
         self._help()
+        self._todo.join()
         for helper in self._helpers:
             helper.result()
+        if self._is_broken:
+            raise StoreError("a copy failed, so the rest of them is worth nothing")
 
     @torch.no_grad()
     def _help(self) -> None:
         while True:
             try:
-                target, source = self._todo.popleft()
-            except IndexError:
+                target, source = self._todo.get_nowait()
+            except Empty:
                 return
-            copy_into(target, source)
-            self._ended = time.monotonic()
+            is_copied = False
+            try:
+                copy_into(target, source)
+                is_copied = True
+            finally:
+                self._is_broken = self._is_broken or not is_copied
+                self._ended = time.monotonic()
+                self._todo.task_done()
 
 
 def copy_all(pairs: Iterable[tuple[torch.Tensor, torch.Tensor]]) -> None:

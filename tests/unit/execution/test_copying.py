@@ -8,6 +8,8 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 import torch
 
+from tenplex_megatron.errors import StoreError
+from tenplex_megatron.execution import copying as copying_module
 from tenplex_megatron.execution.copying import Copying, copy_all, copy_into, read_only_bytes
 
 LARGE = (1 << 20) + 8
@@ -88,10 +90,44 @@ def test_who_waits_takes_part() -> None:
     assert copying.seconds > 0
 
 
+def test_nobody_is_told_that_all_is_copied_while_another_still_copies(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def copy_slowly(target: torch.Tensor, source: torch.Tensor) -> None:
+        begun.set()
+        go_on.wait()
+        target.copy_(source)
+
+    monkeypatch.setattr(copying_module, "copy_into", copy_slowly)
+    target = torch.zeros(8)
+    with ThreadPoolExecutor(2) as pool:
+        copying = Copying([(target, torch.ones(8))], pool, threads=0)
+        first = pool.submit(copying.finish)
+        begun.wait()
+        second = pool.submit(copying.finish)
+        with pytest.raises(TimeoutError):
+            second.result(timeout=0.05)
+        go_on.set()
+        second.result()
+        assert bool((target == 1).all())
+        first.result()
+
+
+def test_everyone_hears_of_a_copy_that_failed() -> None:
+    with ThreadPoolExecutor(1) as pool:
+        copying = Copying([(torch.zeros(3), torch.zeros(2))], pool, threads=0)
+        with pytest.raises(RuntimeError, match="size"):
+            copying.finish()
+        with pytest.raises(StoreError, match="a copy failed"):
+            copying.finish()
+
+
 def test_a_copy_that_fails_in_a_thread_is_an_error_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with pytest.raises(RuntimeError, match="size"):
+    with pytest.raises((RuntimeError, ValueError), match="size|shape"):
         copy_all([(torch.zeros(3 << 20), torch.zeros(3 << 19))])
 
 
