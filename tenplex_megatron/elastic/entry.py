@@ -186,6 +186,8 @@ def _end_with_agent(agent: int) -> None:
 
 
 def _report_cold_start(preload: Sequence[str]) -> None:
+    if warm.PRELOAD_VARIABLE not in os.environ:
+        return  # there is no fork server, and the agent has said why
     missing = [name for name in preload if name not in sys.modules]
     if missing and os.environ.get("RANK") == "0":
         reasons = [f"{name} ({warm.failures.get(name, 'not preloaded')})" for name in missing]

@@ -52,9 +52,11 @@ class ForkServer:
         """Start importing in the background; call it before anything slow."""
         # Children inherit the environment of this moment, so these lines come first.
         os.environ[AGENT_VARIABLE] = str(os.getpid())
-        os.environ[PRELOAD_VARIABLE] = ":".join(self._preload)
+        # Otherwise asking whether there is a GPU initialises CUDA, which forks can't use then.
+        os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
         if not isinstance(self._context, ForkServerContext):
             return
+        os.environ[PRELOAD_VARIABLE] = ":".join(self._preload)
         self._context.set_forkserver_preload(["tenplex_megatron.elastic.warm", entry.__name__])
         from multiprocessing import forkserver  # noqa: PLC0415 - unavailable where there is no fork
 
@@ -83,6 +85,7 @@ class ForkServer:
             type(error).__name__,
             str(error) or "it ended",
         )
+        os.environ.pop(PRELOAD_VARIABLE, None)
         self._context = multiprocessing.get_context("spawn")
 
 

@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import os
+import sys
 import warnings
 
 from tenplex_megatron.elastic.lifeline import end_with_parent, is_child_of_agent
@@ -27,6 +28,12 @@ def _warm() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _import_all()
+    if _has_touched_cuda():
+        # Ends the fork server; the agent then starts workers cold, and says so.
+        sys.exit(
+            "the fork server can't be used: a module it imported has initialised CUDA, which no "
+            "forked process can use; keep CUDA calls out of what a script imports"
+        )
     # Collections in workers then leave the shared pages alone, which keeps them shared.
     gc.collect()
     gc.freeze()
@@ -40,6 +47,17 @@ def _import_all() -> None:
             failures[name] = f"{type(error).__name__}: {error}"
         else:
             loaded.append(name)
+
+
+def _has_touched_cuda() -> bool:
+    """Whether CUDA would refuse to work in a fork of this process; only a fork can tell."""
+    torch = sys.modules.get("torch")
+    if torch is None:
+        return False
+    probe = os.fork()
+    if probe == 0:
+        os._exit(bool(torch.cuda._is_in_bad_fork()))
+    return os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) != 0
 
 
 if is_child_of_agent():

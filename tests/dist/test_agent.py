@@ -119,7 +119,7 @@ class Job:
                 agent.wait()
 
 
-ENVIRONMENT = {"OMP_NUM_THREADS": "1"}
+ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(Path(__file__).parent)}
 
 
 def lines(path: Path) -> list[dict[str, Any]]:
@@ -318,3 +318,13 @@ def test_a_worker_says_why_it_starts_colder_than_it_should(make_job: Callable[..
     job.start("3", "0", "preload", nodes="a", per_node=1)
     assert job.codes() == {"a": 0}
     assert "could not preload no_such_module (ModuleNotFoundError: No module named" in job.log()
+
+
+def test_workers_start_cold_where_the_fork_server_has_touched_cuda(
+    make_job: Callable[..., Job],
+) -> None:
+    job = make_job()
+    job.start("3", "0", "touch_cuda", nodes="a", per_node=1)
+    assert job.codes() == {"a": 0}, job.log()
+    assert "a module it imported has initialised CUDA" in job.log()
+    assert "workers start cold from now on" in job.log()

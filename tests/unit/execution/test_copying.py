@@ -127,7 +127,7 @@ def test_everyone_hears_of_a_copy_that_failed() -> None:
 def test_a_copy_that_fails_in_a_thread_is_an_error_here(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("os.sched_getaffinity", lambda _: {0, 1})
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "1")
-    with pytest.raises((RuntimeError, ValueError), match="size|shape"):
+    with pytest.raises((RuntimeError, ValueError), match=r"size|shape"):
         copy_all([(torch.zeros(3 << 20), torch.zeros(3 << 19))])
 
 
