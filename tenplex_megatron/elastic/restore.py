@@ -226,8 +226,8 @@ def _damaged_ranks(plan: ReshardPlan, site: Site, reader: TensorReader) -> tuple
         for transfer in plan.transfers
         if site.nodes[transfer.sender_rank] == site.node
     }
-    # Neighbours in the order of size go to different ranks, so that all read about as much.
-    by_size = sorted(wanted, key=lambda box: (reader.boxes(box[0])[box[1]].nbytes, box))
+    # The largest first, and in turn to the ranks, so that all end at about the same time.
+    by_size = sorted(wanted, key=lambda box: (-reader.boxes(box[0])[box[1]].nbytes, box))
     ranks = [rank for rank, node in enumerate(site.nodes) if node == site.node]
     mine = by_size[ranks.index(site.rank) :: len(ranks)]
     with ThreadPoolExecutor(processors_per_rank(), thread_name_prefix="tenplex-verify") as pool:
