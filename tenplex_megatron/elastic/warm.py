@@ -50,14 +50,18 @@ def _import_all() -> None:
 
 
 def _has_touched_cuda() -> bool:
-    """Whether CUDA would refuse to work in a fork of this process; only a fork can tell."""
+    """Whether CUDA would refuse to work in a fork of this process; only a fork can tell.
+
+    Asking for devices counts as touching them; where there are none, nothing is lost by it.
+    """
     torch = sys.modules.get("torch")
     if torch is None:
         return False
     probe = os.fork()
     if probe == 0:
         os._exit(bool(torch.cuda._is_in_bad_fork()))
-    return os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) != 0
+    refuses = os.waitstatus_to_exitcode(os.waitpid(probe, 0)[1]) != 0
+    return refuses and torch.cuda.device_count() > 0
 
 
 if is_child_of_agent():

@@ -22,6 +22,7 @@ from tenplex_megatron.elastic.generation import GenerationSpec
 from tenplex_megatron.elastic.membership import HANDED_OVER, Source
 from tenplex_megatron.elastic.report import Run, read_run, read_samples
 from tenplex_megatron.store.shared import SnapshotStore
+from tests.end_to_end.tiny_gpt import GLOBAL_BATCH_SIZE, tiny_gpt_flags
 
 SCRIPT = Path(__file__).parents[2] / "scripts/pretrain_gpt.py"
 ANOTHER_NUMBER = 99
@@ -41,41 +42,7 @@ class Job:
 
     def model_flags(self) -> list[str]:
         """Megatron's flags without a layout."""
-        sizes = {
-            "num-layers": 4,
-            "hidden-size": 64,
-            "ffn-hidden-size": 96,
-            "num-attention-heads": 4,
-            "num-query-groups": 2,
-            "seq-length": 32,
-            "max-position-embeddings": 32,
-            "global-batch-size": 12,
-            "micro-batch-size": 1,
-            "vocab-size": 256,
-            "make-vocab-size-divisible-by": 64,
-            "train-iters": self.steps,
-            "lr-decay-iters": 40,
-            "lr-warmup-iters": 2,
-            "num-workers": 0,
-            "eval-iters": 0,
-            "eval-interval": 1000,
-            "seed": 1234,
-            "lr": "1e-2",
-            "min-lr": "1e-3",
-            "lr-decay-style": "cosine",
-            "weight-decay": "0.1",
-            "attention-dropout": "0",
-            "hidden-dropout": "0",
-            "normalization": "RMSNorm",
-            "position-embedding-type": "rope",
-            "tokenizer-type": "NullTokenizer",
-            "split": "100,0,0",
-            "data-path": str(self.data),
-            "data-cache-path": str(self.data.parent / "cache"),
-            "log-interval": 1,
-        }
-        switches = ("--swiglu", "--group-query-attention", "--disable-bias-linear")
-        return [*(f"--{key}={value}" for key, value in sizes.items()), *switches, *self.flags]
+        return [*tiny_gpt_flags(self.data, steps=self.steps), *self.flags]
 
     def run(self, legs: Sequence[tuple[str, int]]) -> Run:
         """Train in legs of (layout, last step); every leg imports what the one before left."""
@@ -94,7 +61,7 @@ class Job:
 
     def samples(self, run: Run) -> dict[int, tuple[int, ...]]:
         """Step -> ids of its global batch."""
-        return read_samples(self.folder, run, batch_size=12)
+        return read_samples(self.folder, run, batch_size=GLOBAL_BATCH_SIZE)
 
     def final_progress(self) -> dict[str, Any]:
         """What rank 0 wrote with its last snapshot."""

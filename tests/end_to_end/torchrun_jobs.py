@@ -11,40 +11,12 @@ import pytest
 import yaml
 
 from tenplex_megatron.elastic.report import Run, read_run, read_samples
+from tests.end_to_end.tiny_gpt import GLOBAL_BATCH_SIZE, tiny_gpt_flags
 
 STEPS = 5
 STOP = 3
 """The step after which the first start of a job leaves; no snapshot is due there."""
 EXACT = 2e-5
-_SIZES = {
-    "num-layers": 4,
-    "hidden-size": 64,
-    "ffn-hidden-size": 96,
-    "num-attention-heads": 4,
-    "num-query-groups": 2,
-    "seq-length": 32,
-    "max-position-embeddings": 32,
-    "global-batch-size": 12,
-    "micro-batch-size": 1,
-    "vocab-size": 256,
-    "make-vocab-size-divisible-by": 64,
-    "tokenizer-type": "NullTokenizer",
-    "train-iters": STEPS,
-    "lr-decay-iters": 40,
-    "lr-warmup-iters": 2,
-    "lr": "1e-2",
-    "num-workers": 0,
-    "eval-iters": 0,
-    "eval-interval": 1000,
-    "log-interval": 1,
-    "seed": 1234,
-    "attention-dropout": 0,
-    "hidden-dropout": 0,
-    "normalization": "RMSNorm",
-    "position-embedding-type": "rope",
-    "split": "100,0,0",
-}
-_SWITCHES = ("swiglu", "group-query-attention", "disable-bias-linear", "use-distributed-optimizer")
 
 
 @dataclass(frozen=True)
@@ -57,9 +29,7 @@ class Place:
 
     def flags(self) -> list[str]:
         """Megatron's flags."""
-        paths = {"data-path": self.data, "data-cache-path": self.data.parent / "cache"}
-        values = (f"--{name}={value}" for name, value in {**_SIZES, **paths}.items())
-        return [*values, *(f"--{name}" for name in _SWITCHES)]
+        return [*tiny_gpt_flags(self.data, steps=STEPS), "--use-distributed-optimizer"]
 
     def policy(self, name: str, layouts: Sequence[str], schedule: dict[int, int]) -> Path:
         """A policy file."""
@@ -106,8 +76,7 @@ class Place:
 
     def samples(self, job: str) -> dict[int, tuple[int, ...]]:
         """Step -> ids of its global batch."""
-        batch_size = int(str(_SIZES["global-batch-size"]))
-        return read_samples(self.runs(job), self.run(job), batch_size=batch_size)
+        return read_samples(self.runs(job), self.run(job), batch_size=GLOBAL_BATCH_SIZE)
 
     def _run(self, *module: str, environment: dict[str, str], code: int) -> str:
         done = subprocess.run(
