@@ -1,15 +1,16 @@
-"""What may an elastic job do, as a person wrote it in YAML?
+"""What may an elastic job do and what runs it, as a person wrote it in YAML?
 
 The policy is read once into frozen dataclasses. Every mistake in the file becomes one `ConfigError`
 that names the file, the path of the key, what was expected and what was found.
 """
 
+import contextlib
 import difflib
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import MISSING, dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import yaml
 
@@ -21,6 +22,7 @@ __all__ = [
     "SnapshotPolicy",
     "TimeoutPolicy",
     "load_policy",
+    "load_profile",
     "parse_policy",
 ]
 
@@ -129,6 +131,7 @@ class ElasticPolicy:
         )
         for pattern in self.layouts or ():
             _check_pattern(pattern)
+        _check_quoted(self.layouts or ())
         for step, devices in self.schedule.items():
             _require(_is_count(step, 0), "schedule", "step numbers as keys", step)
             _require(_is_count(devices), f"schedule.{step}", "a count of devices", devices)
@@ -140,11 +143,62 @@ def load_policy(path: Path) -> ElasticPolicy:
     Raises:
         ConfigError: the file can't be read, is no YAML, or says something the policy does not know.
     """
+    return parse_policy(_read(path, "elastic policy"), str(path))
+
+
+def load_profile[T](kind: type[T], path: Path) -> T:
+    """The profile in the YAML file `path`, of the dataclass `kind`: a cluster or a model.
+
+    Its fields are the keys of the file and take whole numbers, numbers, booleans or text. Numbers
+    may be written as 312e12, which YAML 1.1 alone takes for text.
+
+    Raises:
+        ConfigError: the file can't be read, is no YAML, lacks a key, has one that `kind` does not
+            know, or a value that does not fit.
+    """
+    data = _yaml(_read(path, "profile"), f"profile {path}")
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path}: expected keys and values, got {data!r}")
+    known = {item.name: item for item in fields(cast("Any", kind))}
+    for key in data:
+        if key not in known:
+            raise ConfigError(_unknown(key, list(known), str(path)))
+    for name, item in known.items():
+        is_required = item.default is MISSING and item.default_factory is MISSING
+        if is_required and name not in data:
+            raise ConfigError(f"{path}: {name}: expected a value, got none; add the key")
+    values = {name: _typed(known[name].type, value, name, path) for name, value in data.items()}
     try:
-        text = path.read_text(encoding="utf-8")
+        return kind(**values)
+    except ConfigError as error:
+        raise ConfigError(f"{path}: {error}") from None
+
+
+def _typed(kind: object, value: object, name: str, path: Path) -> Any:  # noqa: ANN401 - a field's
+    """`value` as the type of its field."""
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        with contextlib.suppress(ValueError):
+            return float(value)
+    elif type(value) is kind:
+        return value
+    expected = {float: "a number", int: "a whole number", bool: "true or false", str: "text"}
+    what = expected.get(cast("type", kind), str(kind))
+    raise ConfigError(f"{path}: {name}: expected {what}, got {value!r}")
+
+
+def _read(path: Path, what: str) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"elastic policy {path} can't be read: {error}") from error
-    return parse_policy(text, str(path))
+        raise ConfigError(f"{what} {path} can't be read: {error}") from error
+
+
+def _yaml(text: str, what: str) -> object:
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{what} is not valid YAML: {reason}") from error
 
 
 def parse_policy(text: str, origin: str = "policy") -> ElasticPolicy:
@@ -153,11 +207,7 @@ def parse_policy(text: str, origin: str = "policy") -> ElasticPolicy:
     >>> parse_policy("schedule: {6: 4}").schedule
     {6: 4}
     """
-    try:
-        data = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        reason = " ".join(str(error).split())
-        raise ConfigError(f"elastic policy {origin} is not valid YAML: {reason}") from error
+    data = _yaml(text, f"elastic policy {origin}")
     policy = _build(ElasticPolicy, {} if data is None else data, origin)
     assert isinstance(policy, ElasticPolicy)
     return policy
@@ -212,6 +262,17 @@ def _check_pattern(pattern: object) -> None:
     if not legal or len(set(axes)) != len(axes):
         raise ConfigError(
             f"layouts: expected axes with sizes such as 'TP2,PP2' or 'TP1,PP1,DP3', got {pattern!r}"
+        )
+
+
+def _check_quoted(patterns: Sequence[str]) -> None:
+    """YAML reads `[TP2,PP2]` without quotes as two layouts of one axis each."""
+    axes = [re.sub(r"[\d-]", "", pattern) for pattern in patterns]
+    if len(axes) > 1 and "," not in "".join(patterns) and len(set(axes)) == len(axes):
+        one, first = ",".join(patterns), patterns[0]
+        raise ConfigError(
+            f'layouts: expected layouts such as "TP2,PP2" in quotes, got {len(axes)} layouts of '
+            f'one axis each; write "{one}" for one layout, or {first},PP1 and the like for several'
         )
 
 

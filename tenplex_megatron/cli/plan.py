@@ -22,9 +22,9 @@ from tenplex_megatron.core.collection import TensorCollection
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.core.plan import ReshardPlan, Topology, plan_reshard
 from tenplex_megatron.core.tensors import Box, TensorSpec
-from tenplex_megatron.elastic.placement import pick_devices, place_ranks
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.choose import allowed_layouts, choose
+from tenplex_megatron.planner.placement import pick_devices, place_ranks
 from tenplex_megatron.store.selection import WorldVersion, select_version
 
 __all__ = ["build_parser", "plan", "plan_values"]

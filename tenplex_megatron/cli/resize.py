@@ -7,7 +7,13 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from tenplex_megatron.elastic.requests import default_run_dir, post_request, read_answer
+from tenplex_megatron.elastic.requests import (
+    default_run_dir,
+    is_running,
+    post_request,
+    read_answer,
+    withdraw_request,
+)
 from tenplex_megatron.errors import ConfigError
 
 __all__ = ["build_parser", "resize"]
@@ -33,6 +39,7 @@ def resize(arguments: Sequence[str]) -> int:
 def _wait(run_dir: Path, identity: str, *, timeout_s: float) -> int:
     deadline = time.monotonic() + timeout_s
     said = ""
+    answer: dict[str, Any] = {"state": "unanswered"}
     while time.monotonic() < deadline:
         answer = read_answer(run_dir, identity) or {"state": "unanswered"}
         line = _describe(answer)
@@ -43,8 +50,13 @@ def _wait(run_dir: Path, identity: str, *, timeout_s: float) -> int:
             return 0
         if answer["state"] == "refused":
             raise ConfigError(str(answer["reason"]))
+        if not is_running(run_dir):
+            withdraw_request(run_dir, identity)
+            raise ConfigError(f"the job in {run_dir} has ended without an answer")
         time.sleep(_LOOK_EVERY_S)
-    sys.stderr.write(f"tenplex resize: no answer within {timeout_s:g} s; the request stays\n")
+    withdraw_request(run_dir, identity)
+    what = "has not been made" if answer["state"] == "pending" else "is withdrawn"
+    sys.stderr.write(f"tenplex resize: no answer within {timeout_s:g} s; the change {what}\n")
     return 1
 
 

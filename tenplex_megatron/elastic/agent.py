@@ -31,7 +31,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tenplex_megatron.elastic.board import Board
-from tenplex_megatron.elastic.control import ask, read_accepted
+from tenplex_megatron.elastic.control import ask, fresh_folder, read_accepted
 from tenplex_megatron.elastic.desk import RequestDesk
 from tenplex_megatron.elastic.events import EventLog
 from tenplex_megatron.elastic.forkserver import ForkServer, WorkerProcesses
@@ -62,7 +62,6 @@ from tenplex_megatron.elastic.membership import (
     WorkerExit,
     decide,
 )
-from tenplex_megatron.elastic.requests import owner_only_folder
 from tenplex_megatron.errors import ConfigError, LayoutError, TransportError
 
 __all__ = ["ElasticAgent"]
@@ -292,7 +291,7 @@ class ElasticAgent(LocalElasticAgent):
 
     def _new_control(self, number: int) -> Path:
         folder = self._settings.run_dir / "nodes" / self._settings.node / "control"
-        return owner_only_folder(folder / f"generation-{number}")
+        return fresh_folder(folder / f"generation-{number}")
 
     def _line_prefixes(self, workers: Sequence[Worker]) -> dict[int, str] | None:
         if not self._line_prefix:

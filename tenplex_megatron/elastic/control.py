@@ -14,9 +14,9 @@ from pathlib import Path
 from tenplex_megatron.config import ElasticPolicy
 from tenplex_megatron.elastic.generation import GenerationSpec
 from tenplex_megatron.elastic.membership import Change
-from tenplex_megatron.elastic.requests import replace_json
+from tenplex_megatron.elastic.requests import owner_only_folder, replace_json
 
-__all__ = ["PlannedChange", "StepControl", "ask", "read_accepted"]
+__all__ = ["PlannedChange", "StepControl", "ask", "fresh_folder", "read_accepted"]
 
 _PENDING = "pending.json"
 _ACCEPTED = "accepted.json"
@@ -91,6 +91,14 @@ class StepControl:
         except FileNotFoundError:
             return None
         return PlannedChange(asked["gpus"], step, asked["cause"], asked["request"])
+
+
+def fresh_folder(path: Path) -> Path:
+    """The folder of a new generation, without what an earlier job of that name left in it."""
+    folder = owner_only_folder(path)
+    for name in (_PENDING, _ACCEPTED):
+        (folder / name).unlink(missing_ok=True)
+    return folder
 
 
 def ask(folder: Path, request: str) -> None:

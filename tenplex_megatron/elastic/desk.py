@@ -31,6 +31,7 @@ class RequestDesk:
         self._run_dir = run_dir
         self._rules = rules
         self._clock = clock
+        self._since_ns = time.time_ns()
         self._next_look = 0.0
         self._waiting: list[ResizeRequest] = []
         self._posted: ResizeRequest | None = None
@@ -41,7 +42,7 @@ class RequestDesk:
         if now < self._next_look:
             return
         self._next_look = now + _LOOK_EVERY_S
-        self._waiting.extend(claim_requests(self._run_dir))
+        self._waiting.extend(claim_requests(self._run_dir, since_ns=self._since_ns))
         if self._posted is None and self._waiting:
             self._serve(board, present)
 
@@ -85,7 +86,11 @@ class RequestDesk:
 
     def close(self, reason: str) -> None:
         """The job ends: nobody should wait any longer."""
-        left = [self._posted, *self._waiting, *claim_requests(self._run_dir)]
+        left = [
+            self._posted,
+            *self._waiting,
+            *claim_requests(self._run_dir, since_ns=self._since_ns),
+        ]
         for request in filter(None, left):
             self._answer(request, state="refused", reason=reason)
 

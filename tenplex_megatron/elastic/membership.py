@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 
 from tenplex_megatron.config import ElasticPolicy
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.elastic.placement import pick_devices, place_ranks
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.choose import Decision, ModelLimits, choose
+from tenplex_megatron.planner.placement import pick_devices, place_ranks
 from tenplex_megatron.store.base import RankSnapshot
 from tenplex_megatron.store.selection import WorldVersion, select_version
 
@@ -43,6 +43,8 @@ WRONG_INPUT = 2
 
 _FAILURE_WINDOW_S = 1.0
 _SAME_FAILURES = 3
+# Before anything was trained, a script that fails twice is to blame, and not two devices.
+_SAME_FAILURES_AT_FIRST = 2
 # Peers of a dead process raise an exception or abort; only what nobody does to itself is a cause.
 _CONSEQUENCES = (-int(signal.SIGABRT), -int(signal.SIGTERM))
 _FROM_OUTSIDE = (-int(signal.SIGKILL), -int(signal.SIGTERM))
@@ -173,6 +175,8 @@ def decide(
     if rules.policy.failed_device == "drop":
         ledger = _lose(ledger, failed)
     ledger = _allot(ledger, change, totals, rules.policy)
+    if not ledger.gpus:
+        return Ending(1, f"no device is left; last: {change.cause}")
     try:
         chosen = _choose(ledger.gpus, rules, ledger.layout)
     except ConfigError as error:
@@ -290,7 +294,7 @@ def _count_failure(
 
 def _exhausted(ledger: Ledger, change: Change, policy: ElasticPolicy) -> Ending | None:
     version, code, count = ledger.repeated
-    if count >= _SAME_FAILURES:
+    if count >= (_SAME_FAILURES if version >= 0 else _SAME_FAILURES_AT_FIRST):
         where = f"after step {version}" if version >= 0 else "before the first snapshot"
         return Ending(
             1, f"{count} generations failed {where} with exit code {code}; last: {change.cause}"
@@ -340,6 +344,4 @@ def _allot(
 
 
 def _choose(gpus: int, rules: Rules, current: ParallelLayout | None) -> Decision:
-    if gpus < 1:
-        raise ConfigError("no device is left")
     return choose(gpus, rules.limits, rules.policy.layouts, current)

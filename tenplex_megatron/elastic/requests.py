@@ -5,6 +5,7 @@ on. The folder belongs to one user and nobody else may read or write it.
 """
 
 import contextlib
+import fcntl
 import json
 import os
 import secrets
@@ -19,15 +20,21 @@ from typing import Any
 from tenplex_megatron.errors import ConfigError
 
 __all__ = [
+    "LOCK",
     "ResizeRequest",
     "claim_requests",
     "default_run_dir",
+    "is_running",
     "owner_only_folder",
     "post_request",
     "read_answer",
     "replace_json",
+    "withdraw_request",
     "write_answer",
 ]
+
+LOCK = "lock"
+"""In the folder of every node: held by its agent."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,17 +75,44 @@ def post_request(run_dir: Path, gpus: int) -> ResizeRequest:
     """Ask the job in `run_dir` to go to `gpus` devices.
 
     Raises:
-        ConfigError: there is no such job.
+        ConfigError: no job runs there.
     """
-    if not (run_dir / "requests").is_dir():
-        raise ConfigError(f"no job runs in {run_dir}: it has no folder requests")
+    if not is_running(run_dir):
+        raise ConfigError(
+            f"no job runs in {run_dir}; start it with tenplex run, or name the folder of a running "
+            "one with --run-dir"
+        )
     request = ResizeRequest(f"{time.time_ns()}-{secrets.token_hex(3)}", gpus)
     replace_json(run_dir / "requests" / f"{request.id}.json", {"gpus": gpus})
     return request
 
 
-def claim_requests(run_dir: Path) -> Iterator[ResizeRequest]:
-    """The requests nobody has taken yet, oldest first; each goes to one agent only."""
+def is_running(run_dir: Path) -> bool:
+    """Whether any node of a job works in this folder now."""
+    return any(_is_locked(lock) for lock in run_dir.glob(f"nodes/*/{LOCK}"))
+
+
+def _is_locked(path: Path) -> bool:
+    """Whether an agent holds the lock file of its node, as it does until it ends."""
+    with path.open("rb") as lock:
+        try:
+            fcntl.flock(lock, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return True
+    return False
+
+
+def withdraw_request(run_dir: Path, identity: str) -> None:
+    """Take a request back that no agent has taken yet."""
+    (run_dir / "requests" / f"{identity}.json").unlink(missing_ok=True)
+
+
+def claim_requests(run_dir: Path, *, since_ns: int = 0) -> Iterator[ResizeRequest]:
+    """The requests nobody has taken yet, oldest first; each goes to one agent only.
+
+    What was asked before `since_ns` (nanoseconds of Unix time) was meant for an earlier start of
+    the job and is refused.
+    """
     folder = run_dir / "requests"
     names = sorted(
         entry.name
@@ -91,7 +125,21 @@ def claim_requests(run_dir: Path) -> Iterator[ResizeRequest]:
         # Agents of several nodes may share the folder: the rename picks one.
         with contextlib.suppress(FileNotFoundError):
             (folder / name).rename(taken)
+            if _asked_ns(identity) < since_ns:
+                write_answer(
+                    run_dir,
+                    identity,
+                    state="refused",
+                    reason="it was asked before this start of the job; ask again",
+                )
+                continue
             yield from _read_request(identity, taken, run_dir)
+
+
+def _asked_ns(identity: str) -> int:
+    """When a request was posted; one that somebody wrote by hand counts as new."""
+    text = identity.partition("-")[0]
+    return int(text) if text.isdigit() else time.time_ns()
 
 
 def _read_request(identity: str, path: Path, run_dir: Path) -> Iterator[ResizeRequest]:

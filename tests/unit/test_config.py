@@ -51,6 +51,7 @@ def test_every_value_of_the_file_arrives() -> None:
         ("snapshot: 4", "p.yaml: snapshot: expected keys and values, got 4"),
         ("layouts: [TP2x]", "p.yaml: layouts: expected axes with sizes"),
         ("layouts: ['TP2,TP4']", "p.yaml: layouts: expected axes with sizes"),
+        ("layouts: [TP2,PP2]", 'p.yaml: layouts: expected layouts such as "TP2,PP2" in quotes'),
         ("layouts: 3", "p.yaml: layouts: expected auto or a list, got 3"),
         ("layouts: []", "p.yaml: layouts: expected auto or a list"),
         ("schedule: [1]", "p.yaml: schedule: expected step: devices pairs"),

@@ -4,7 +4,13 @@ import pytest
 
 from tenplex_megatron.config import ElasticPolicy
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.elastic.control import PlannedChange, StepControl, ask, read_accepted
+from tenplex_megatron.elastic.control import (
+    PlannedChange,
+    StepControl,
+    ask,
+    fresh_folder,
+    read_accepted,
+)
 from tenplex_megatron.elastic.generation import ENVIRONMENT_VARIABLE, GenerationSpec
 from tenplex_megatron.elastic.membership import Source
 
@@ -98,3 +104,12 @@ def test_a_generation_reaches_the_worker_unchanged(
         assert GenerationSpec.from_environment() == sent
     monkeypatch.delenv(ENVIRONMENT_VARIABLE)
     assert GenerationSpec.from_environment() is None
+
+
+def test_a_generation_obeys_nothing_an_earlier_job_was_told(tmp_path: Path) -> None:
+    folder = fresh_folder(tmp_path / "generation-2")
+    ask(folder, '{"gpus": 4, "cause": "request", "request": "1"}')
+    (folder / "accepted.json").write_text('{"gpus": 4, "step": 5, "cause": "x", "time": 0}')
+    assert fresh_folder(folder) == folder
+    assert read_accepted(folder, "a") is None
+    assert not list(folder.iterdir())

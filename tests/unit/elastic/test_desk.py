@@ -14,7 +14,7 @@ from tenplex_megatron.elastic.membership import (
     Rules,
     decide,
 )
-from tenplex_megatron.elastic.requests import owner_only_folder, post_request, read_answer
+from tenplex_megatron.elastic.requests import post_request, read_answer
 from tenplex_megatron.planner.choose import ModelLimits
 
 RULES = Rules(
@@ -33,12 +33,6 @@ PRESENT = after(Ledger(), Change("start", "", 1.0, "a"))
 
 
 @pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    owner_only_folder(tmp_path / "requests")
-    return tmp_path
-
-
-@pytest.fixture
 def board() -> Board:
     return Board(HashStore(), 0, 1)
 
@@ -54,7 +48,7 @@ def state(run_dir: Path, identity: str) -> str:
 
 
 def test_a_request_waits_for_the_generation_it_leads_to(run_dir: Path, board: Board) -> None:
-    asked, front = post_request(run_dir, 4), desk(run_dir)
+    front, asked = desk(run_dir), post_request(run_dir, 4)
     front.look(board, PRESENT)
     assert state(run_dir, asked.id) == "pending"
     assert board.request() is not None
@@ -69,22 +63,22 @@ def test_a_request_waits_for_the_generation_it_leads_to(run_dir: Path, board: Bo
 def test_what_can_not_be_done_is_refused_without_disturbing_the_job(
     run_dir: Path, board: Board, gpus: int, why: str
 ) -> None:
-    asked = post_request(run_dir, gpus)
-    desk(run_dir).look(board, PRESENT)
+    front, asked = desk(run_dir), post_request(run_dir, gpus)
+    front.look(board, PRESENT)
     assert state(run_dir, asked.id) == "refused"
     assert why in (read_answer(run_dir, asked.id) or {})["reason"]
     assert board.request() is None
 
 
 def test_what_is_so_already_is_answered_at_once(run_dir: Path, board: Board) -> None:
-    asked = post_request(run_dir, 8)
-    desk(run_dir).look(board, PRESENT)
+    front, asked = desk(run_dir), post_request(run_dir, 8)
+    front.look(board, PRESENT)
     assert state(run_dir, asked.id) == "done"
     assert board.request() is None
 
 
 def test_a_failure_in_between_makes_the_request_wait_again(run_dir: Path, board: Board) -> None:
-    asked, front = post_request(run_dir, 4), desk(run_dir)
+    front, asked = desk(run_dir), post_request(run_dir, 4)
     front.look(board, PRESENT)
     front.turned(PRESENT, PRESENT)
     fresh = Board(HashStore(), 0, 1)
@@ -94,15 +88,15 @@ def test_a_failure_in_between_makes_the_request_wait_again(run_dir: Path, board:
 
 
 def test_requests_are_served_one_after_the_other(run_dir: Path, board: Board) -> None:
-    first, second = post_request(run_dir, 4), post_request(run_dir, 3)
     front = desk(run_dir)
+    first, second = post_request(run_dir, 4), post_request(run_dir, 3)
     front.look(board, PRESENT)
     front.look(board, PRESENT)
     assert (state(run_dir, first.id), state(run_dir, second.id)) == ("pending", "")
 
 
 def test_nobody_waits_for_a_job_that_ended(run_dir: Path, board: Board) -> None:
-    taken, front = post_request(run_dir, 4), desk(run_dir)
+    front, taken = desk(run_dir), post_request(run_dir, 4)
     front.look(board, PRESENT)
     untaken = post_request(run_dir, 3)
     front.close("the job ended")

@@ -226,8 +226,17 @@ def test_a_world_too_small_is_said_with_the_failure_that_made_it_so() -> None:
 
 def test_the_last_device_can_be_lost() -> None:
     ledger = go(started(), planned(1)).ledger
-    with pytest.raises(ConfigError, match="no device is left"):
-        decide(ledger, FAILURE, reports(died("a", 0, 0)), rules())
+    ending = decide(ledger, FAILURE, reports(died("a", 0, 0)), rules())
+    assert ending == Ending(1, "no device is left; last: rank 1 died")
+
+
+def test_a_script_that_fails_twice_before_the_first_snapshot_ends_the_job() -> None:
+    ledger = go(started(), FAILURE, died("a", 1, 1, code=1)).ledger
+    ending = decide(ledger, FAILURE, reports(died("a", 2, 2, code=1)), rules())
+    assert isinstance(ending, Ending)
+    assert ending.reason.startswith(
+        "2 generations failed before the first snapshot with exit code 1; last: "
+    )
 
 
 def test_a_schedule_that_can_not_be_kept_is_refused_at_the_start() -> None:

@@ -1,4 +1,5 @@
 import json
+import time
 from pathlib import Path
 
 import pytest
@@ -6,6 +7,7 @@ import pytest
 from tenplex_megatron.cli.main import main as tenplex
 from tenplex_megatron.elastic.events import EventLog
 from tenplex_megatron.elastic.requests import (
+    LOCK,
     claim_requests,
     owner_only_folder,
     post_request,
@@ -13,12 +15,6 @@ from tenplex_megatron.elastic.requests import (
     write_answer,
 )
 from tenplex_megatron.errors import ConfigError
-
-
-@pytest.fixture
-def run_dir(tmp_path: Path) -> Path:
-    owner_only_folder(tmp_path / "requests")
-    return tmp_path
 
 
 def test_a_request_goes_to_one_agent_only(run_dir: Path) -> None:
@@ -44,6 +40,30 @@ def test_an_answer_is_replaced_as_a_whole(run_dir: Path) -> None:
 def test_a_job_that_does_not_run_can_not_be_asked(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no job runs in"):
         post_request(tmp_path, 4)
+    owner_only_folder(tmp_path / "requests")
+    (owner_only_folder(tmp_path / "nodes/a") / LOCK).touch()  # as a job leaves it
+    assert tenplex(["resize", "--gpus", "3", "--run-dir", str(tmp_path)]) == 2
+    assert not list((tmp_path / "requests").iterdir())
+
+
+def test_what_was_asked_before_the_start_is_refused(run_dir: Path) -> None:
+    old = post_request(run_dir, 4)
+    started = time.time_ns()
+    new = post_request(run_dir, 8)
+    assert list(claim_requests(run_dir, since_ns=started)) == [new]
+    answer = read_answer(run_dir, old.id)
+    assert answer is not None
+    assert answer["state"] == "refused"
+    assert "before this start of the job" in answer["reason"]
+
+
+def test_a_request_nobody_answers_is_withdrawn(
+    run_dir: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ask = ["resize", "--gpus", "3", "--run-dir", str(run_dir), "--timeout", "0.1"]
+    assert tenplex(ask) == 1
+    assert "the change is withdrawn" in capsys.readouterr().err
+    assert list(claim_requests(run_dir)) == []
 
 
 def test_folders_are_closed_to_others_and_links_refused(tmp_path: Path) -> None:

@@ -3,8 +3,8 @@ import itertools
 import pytest
 
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.elastic.placement import pick_devices, place_ranks, spread
 from tenplex_megatron.errors import ConfigError
+from tenplex_megatron.planner.placement import pick_devices, place_ranks, spread
 
 
 @pytest.mark.parametrize(("a", "b", "c"), list(itertools.product(range(4), repeat=3)))
