@@ -117,10 +117,17 @@ def prepare_data(prefix: Path) -> Path:
 
 
 def write_policy(path: Path, course: Course | None) -> Path:
-    """The demo's policy with the course's schedule; without one, nothing ever changes."""
+    """The demo's policy with the course's schedule; without one, nothing ever changes.
+
+    Comments stay behind: they explain the schedule of the file, not of the course.
+    """
     text = (ROOT / "configs/elastic/demo.yaml").read_text()
     schedule = "schedule: {}" if course is None else f"schedule: {{{course.shrink}: 4}}"
-    lines = [schedule if line.startswith("schedule:") else line for line in text.splitlines()]
+    lines = [
+        schedule if line.startswith("schedule:") else line
+        for line in text.splitlines()
+        if line.strip() and not line.lstrip().startswith("#")
+    ]
     path.write_text("\n".join(lines) + "\n")
     return path
 

@@ -5,9 +5,11 @@ never holds that byte, and it is the one Megatron's NullTokenizer takes with `--
 """
 
 import argparse
+import logging
 import os
 import sys
 import sysconfig
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -91,8 +93,12 @@ def read_documents(files: list[Path], max_bytes: int) -> Iterator[bytes]:
 def write_dataset(prefix: Path, documents: Iterator[bytes]) -> int:
     """Write both files under temporary names, then rename; returns the number of documents."""
     # These take seconds to import, which --help and a wrong path need not wait for.
-    import torch
-    from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
+    logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        # They tell of optional kernels that are missing, which a dataset needs none of.
+        warnings.simplefilter("ignore")
+        import torch
+        from megatron.core.datasets.indexed_dataset import IndexedDatasetBuilder
 
     prefix.parent.mkdir(parents=True, exist_ok=True)
     targets = {suffix: prefix.with_name(prefix.name + suffix) for suffix in (".bin", ".idx")}

@@ -5,18 +5,20 @@ Nothing here knows a model: the user's training script builds every rank alone, 
 
 import os
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Self
+from types import TracebackType
+from typing import NoReturn, Self
 
 from tenplex_megatron.adapters.registry import argument_adapter
 from tenplex_megatron.cli.single_rank import RankTask, read_description, send_description
@@ -43,7 +45,9 @@ class Script:
 
 
 class Describer:
-    """Builds the ranks of layouts, a few at a time; a context manager.
+    """Builds the ranks of layouts, a few at a time; a context manager for the main thread.
+
+    Within it SIGTERM raises SystemExit, so that no process and no folder is left behind.
 
     Args:
         script: what trains.
@@ -66,23 +70,32 @@ class Describer:
         self._on_rank = on_rank
         self._arguments = argument_adapter(script.framework)
         self._at_once = min(_MOST_AT_ONCE, len(os.sched_getaffinity(0)))
-        self._logs = Path(tempfile.mkdtemp(prefix="tenplex-plan-"))
+        self._logs = Path()
         self._running: dict[Connection, _Running] = {}
+        self._opened = ExitStack()
 
     def __enter__(self) -> Self:
-        # Frameworks warn of optional kernels they miss, which does not matter here.
-        os.environ.setdefault("PYTHONWARNINGS", "ignore")
-        with _errors_to(self._logs / "imports.log"):
-            ForkServer((*_OWN_MODULES, *self._arguments.preload)).warm_up()
+        try:
+            allow_exit = self._opened.enter_context(_sigterm_exits())
+            self._logs = self._opened.enter_context(_folder_for_logs())
+            self._opened.callback(self._stop)
+            # Frameworks warn of optional kernels they miss, which does not matter here.
+            os.environ.setdefault("PYTHONWARNINGS", "ignore")
+            with _errors_to(self._logs / "imports.log"):
+                ForkServer((*_OWN_MODULES, *self._arguments.preload)).warm_up()
+            allow_exit()
+        except BaseException:
+            self._opened.__exit__(*sys.exc_info())
+            raise
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        for one in self._running.values():
-            one.process.kill()
-            one.process.join()
-        self._running.clear()
-        if kind is None:
-            shutil.rmtree(self._logs, ignore_errors=True)
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._opened.__exit__(kind, error, trace)
 
     def describe(
         self, layout: ParallelLayout, stored: Mapping[str, TensorSpec] | None = None
@@ -129,9 +142,10 @@ class Describer:
         context = get_context("forkserver")
         receiving, sending = context.Pipe(duplex=False)
         process = context.Process(target=send_description, args=(task, sending))
+        # Noted before it runs, so that a signal at any moment finds it.
+        self._running[receiving] = _Running(process, task, time.monotonic() + self._timeout_s)
         process.start()
         sending.close()
-        self._running[receiving] = _Running(process, task, time.monotonic() + self._timeout_s)
 
     def _finished(self, layout: ParallelLayout) -> list[TensorCollection]:
         first = min(one.deadline for one in self._running.values())
@@ -154,6 +168,51 @@ class Describer:
             one.process.join()
             del self._running[end]
         return parts
+
+    def _stop(self) -> None:
+        for one in self._running.values():
+            if one.process.pid is not None:
+                one.process.kill()
+                one.process.join()
+        self._running.clear()
+
+
+@contextmanager
+def _sigterm_exits() -> Iterator[Callable[[], None]]:
+    """Let SIGTERM unwind this process once, as an interrupt does.
+
+    It waits until what is yielded is called: a folder that is just being made would stay.
+    """
+    early: list[int] = []
+
+    def leave(number: int, _: object) -> NoReturn:
+        signal.signal(number, signal.SIG_IGN)
+        sys.exit(128 + number)
+
+    def allow_exit() -> None:
+        signal.signal(signal.SIGTERM, leave)
+        if early:
+            leave(early[0], None)
+
+    former = signal.signal(signal.SIGTERM, lambda number, _: early.append(number))
+    try:
+        yield allow_exit
+    finally:
+        signal.signal(signal.SIGTERM, former)
+
+
+@contextmanager
+def _folder_for_logs() -> Iterator[Path]:
+    """A folder that stays only when something failed, for whoever looks for the reason."""
+    folder = Path(tempfile.mkdtemp(prefix="tenplex-plan-"))
+    try:
+        yield folder
+    except Exception:
+        raise
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 @contextmanager

@@ -1,4 +1,7 @@
-"""How are snapshots and checkpoints shown to a person, also on a narrow terminal?"""
+"""How are snapshots and checkpoints shown to a person, also on a narrow terminal?
+
+Where the text goes to a program, every row is one line, however long.
+"""
 
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import groupby
@@ -13,11 +16,13 @@ from tenplex_megatron.cli.plan_text import megabytes
 __all__ = ["print_checkpoint", "print_job", "spans"]
 
 _NARROW = 76
+_UNWRAPPED = 1_000_000
+"""Columns; more than any name has."""
 
 
 def print_job(job: Mapping[str, Any]) -> None:
     """Everything about a job's snapshots."""
-    console = Console(highlight=False)
+    console = _console()
     console.print(f"[bold]{escape(job['job'])}[/bold]  {megabytes(job['bytes'])}")
     for node, folder in job["nodes"].items():
         console.print(f"  {node}: {folder}", markup=False)
@@ -27,7 +32,7 @@ def print_job(job: Mapping[str, Any]) -> None:
         for version in job["versions"]:
             _print_narrow(console, version)
     else:
-        console.print(_version_table(job["versions"]))
+        console.print(_version_table(console, job["versions"]))
     if job["newest_complete"] is None and job["versions"]:
         console.print("no version has all of its ranks here", style="yellow")
     if "tensors" in job:
@@ -40,7 +45,7 @@ def print_job(job: Mapping[str, Any]) -> None:
 
 def print_checkpoint(values: Mapping[str, Any]) -> None:
     """Everything about a checkpoint."""
-    console = Console(highlight=False)
+    console = _console()
     console.print(f"torch_dist checkpoint {values['path']}", markup=False, style="bold")
     console.print(
         f"{values['tensor_count']} tensors in {values['chunk_count']} chunks, "
@@ -59,8 +64,17 @@ def print_checkpoint(values: Mapping[str, Any]) -> None:
         console.print("all data files are as long as the metadata says; their bytes were not read")
 
 
-def _version_table(versions: Iterable[Mapping[str, Any]]) -> Table:
-    table = Table()
+def _console() -> Console:
+    console = Console(highlight=False)
+    return console if console.is_terminal else Console(highlight=False, width=_UNWRAPPED)
+
+
+def _table(console: Console) -> Table:
+    return Table() if console.is_terminal else Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+
+
+def _version_table(console: Console, versions: Iterable[Mapping[str, Any]]) -> Table:
+    table = _table(console)
     for name in ("step", "gen.", "layout", "ranks held", "state", "bytes", "digests"):
         right = name in ("step", "gen.", "bytes")
         table.add_column(name, justify="right" if right else "left", overflow="fold")
@@ -127,7 +141,8 @@ def _state(version: Mapping[str, Any]) -> str:
 def _print_tensors(
     console: Console, title: str, tensors: Iterable[Mapping[str, Any]], counts: Sequence[str]
 ) -> None:
-    table = Table(title=title, title_justify="left")
+    console.print(title, markup=False, style="italic")
+    table = _table(console)
     table.add_column("name", overflow="fold")
     table.add_column("shape")
     for name in ("bytes", *counts):

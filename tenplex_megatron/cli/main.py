@@ -18,6 +18,7 @@ _COMMANDS = {
     "resize": "change the number of devices of a running job",
     "report": "show what every change of a run cost",
     "inspect": "show what snapshots or a checkpoint hold, and whether they are sound",
+    "frontier": "show which layouts are worth running on a number of devices",
     "plan": "show what a change of layout would move, without moving it",
 }
 _EPILOG = """examples:
@@ -65,6 +66,10 @@ def _run(command: str, arguments: Sequence[str]) -> int:
         from tenplex_megatron.cli.inspect import inspect
 
         return inspect(arguments)
+    if command == "frontier":
+        from tenplex_megatron.cli.frontier import frontier
+
+        return frontier(arguments)
     if command == "plan":
         from tenplex_megatron.cli.plan import plan
 

@@ -8,6 +8,7 @@ import json
 import logging
 import os
 import runpy
+import signal
 import sys
 import time
 import traceback
@@ -27,6 +28,8 @@ from tenplex_megatron.errors import ConfigError, TenplexError, TransportError
 __all__ = ["WorkerTask", "read_failure", "run_script", "run_task", "worker_main"]
 
 logger = logging.getLogger(__name__)
+
+_INTERRUPTED = 128 + signal.SIGINT
 
 
 class _Session(Protocol):
@@ -128,7 +131,18 @@ def run_script(script: str, *, is_module: bool) -> None:
 def _guarded(body: Callable[[], None]) -> int:
     """Run `body`; the exit code a process should end with."""
     try:
+        return _reported(body)
+    except KeyboardInterrupt:
+        # The agent sends on what the terminal has sent to every process already.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        return _INTERRUPTED
+
+
+def _reported(body: Callable[[], None]) -> int:
+    try:
         body()
+    except KeyboardInterrupt:
+        raise
     except SystemExit as leaving:
         return _exit_code(leaving)
     except TransportError as error:

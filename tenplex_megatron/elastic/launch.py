@@ -7,28 +7,34 @@ import argparse
 import fcntl
 import logging
 import os
+import re
 import signal
+import warnings
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
 from concurrent.futures import TimeoutError as FutureTimeoutError
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from threading import Thread
+from typing import Any
 
+import torch
 from torch.distributed import DistError
 from torch.distributed.elastic.agent.server.api import WorkerSpec
 from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 from torch.distributed.elastic.rendezvous import (
+    RendezvousClosedError,
     RendezvousError,
     RendezvousHandler,
     RendezvousParameters,
+    RendezvousTimeoutError,
 )
 from torch.distributed.elastic.rendezvous import registry as rendezvous_registry
 from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
-from torch.distributed.run import config_from_args
+from torch.distributed.run import config_from_args, parse_min_max_nnodes
 
 from tenplex_megatron.adapters.base import ArgumentAdapter
 from tenplex_megatron.config import ElasticPolicy, load_policy
@@ -38,9 +44,14 @@ from tenplex_megatron.elastic.forkserver import ForkServer
 from tenplex_megatron.elastic.job import JobSettings
 from tenplex_megatron.elastic.membership import Rules
 from tenplex_megatron.elastic.requests import default_run_dir, owner_only_folder
-from tenplex_megatron.errors import ConfigError, TransportError
+from tenplex_megatron.errors import ConfigError, StoreError, TransportError
 from tenplex_megatron.planner.choose import allowed_layouts
-from tenplex_megatron.store.shared import SnapshotStore, default_root, node_directory
+from tenplex_megatron.store.shared import (
+    SnapshotStore,
+    default_root,
+    node_directory,
+    remove_empty_parents,
+)
 
 __all__ = ["LaunchOptions", "run_node"]
 
@@ -48,6 +59,10 @@ logger = logging.getLogger(__name__)
 
 _QUICK_STOP_S = 2
 _STORE_ANSWERS_S = 5
+_LAST_CALL_S = 30
+# torchrun's own defaults; the parser can't tell them from what was given.
+_MASTER_ADDRESS = "127.0.0.1"
+_MASTER_PORT = 29500
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,7 +76,8 @@ class LaunchOptions:
     store_dir: Path | None = None
     keep_store: bool = False
     session: str | None = "tenplex_megatron.elastic.session"
-    """Module that hooks the framework in the workers."""
+    """Module that hooks the framework in the workers; None for a script that does without, which
+    then also answers for its devices itself."""
 
 
 def run_node(
@@ -74,9 +90,13 @@ def run_node(
     Raises:
         ConfigError: something a person wrote is wrong, or a port or an address is.
         StoreError: the snapshot directory belongs to another job.
+        TransportError: other nodes did not come, or went away.
     """
     policy = load_policy(options.policy)
+    _check_script(torchrun)
     config = _launch_config(torchrun, policy, options)
+    if policy.device == "cuda" and options.session is not None:
+        _check_devices(options.policy, config.nproc_per_node)
     arguments = adapter(policy.framework)
     rules = Rules(_with_failures(policy, config), arguments.limits(torchrun.training_script_args))
     run_dir = owner_only_folder(options.run_dir or default_run_dir(options.job))
@@ -89,10 +109,44 @@ def run_node(
             settings = _settings(
                 options, torchrun, rules=rules, run_dir=run_dir, arguments=arguments, config=config
             )
-            return _run_agent(config, settings, server, keep_store=options.keep_store)
+            with _store_in_place(settings.store):
+                return _run_agent(config, settings, server, keep_store=options.keep_store)
         except SignalException as stopped:
             logger.warning("stopped by %s; snapshots are kept", stopped.sigval.name)
             return 1
+
+
+def _check_script(torchrun: argparse.Namespace) -> None:
+    """Refuse a script that is not there, before anything slow starts."""
+    script = torchrun.training_script
+    if not (torchrun.module or Path(script).is_file()):
+        raise ConfigError(
+            f"training script {script} does not exist (seen from {Path.cwd()}); "
+            "give the path of a file, or --module and the name of a module"
+        )
+
+
+def _check_devices(policy_path: Path, wanted: int) -> None:
+    """Refuse more workers than GPUs; workers would only find out generation after generation.
+
+    Whether this initialises CUDA does not matter: workers are forked from another process, which
+    starts afresh.
+    """
+    with warnings.catch_warnings():
+        # The sentence below says it.
+        warnings.simplefilter("ignore")
+        found = torch.cuda.device_count()
+    if found >= wanted:
+        return
+    if found == 0:
+        raise ConfigError(
+            f"{policy_path}: device: expected cuda devices, found 0; set device: cpu to try the "
+            "job on this machine without GPUs"
+        )
+    raise ConfigError(
+        f"{policy_path}: device: expected {wanted} cuda devices (--nproc-per-node), found {found}; "
+        f"set --nproc-per-node to at most {found}"
+    )
 
 
 def _launch_config(
@@ -104,19 +158,20 @@ def _launch_config(
             raise ConfigError(f"--{flag.replace('_', '-')} is not supported in an elastic job")
     if torchrun.start_method == "fork":
         raise ConfigError("--start-method: expected forkserver or spawn, got 'fork'")
-    if torchrun.standalone:
-        torchrun.rdzv_backend, torchrun.rdzv_endpoint = "c10d", "localhost:0"
     try:
+        _set_endpoint(torchrun)
         config, _, _ = config_from_args(torchrun)
     except (ValueError, AssertionError) as error:
         raise ConfigError(str(error)) from error
-    wait_s = max(1, round(policy.timeouts.rendezvous_s))
+    wait_s = _whole_seconds(policy)
     # Under six seconds of missed keep-alives a loaded machine splits the job in two.
     defaults = {
         "join_timeout": wait_s,
         "keep_alive_interval": 2,
         "keep_alive_max_attempt": 5,
         "timeout": wait_s,
+        # How long enough nodes wait for even more: that has to fit into the time to join.
+        "last_call_timeout": min(_LAST_CALL_S, max(1, wait_s // 2)),
     }
     given = {pair.partition("=")[0].strip() for pair in torchrun.rdzv_conf.split(",")}
     config.rdzv_configs.update(
@@ -126,6 +181,24 @@ def _launch_config(
     stop_s = vars(torchrun).get("shutdown_timeout")
     config.shutdown_timeout = _QUICK_STOP_S if stop_s is None else stop_s
     return config
+
+
+def _set_endpoint(torchrun: argparse.Namespace) -> None:
+    """Where nodes meet when it was not said, as torchrun has it; several must be told."""
+    if torchrun.standalone:
+        torchrun.rdzv_backend, torchrun.rdzv_endpoint = "c10d", "localhost:0"
+    elif torchrun.rdzv_backend == "static" and not torchrun.rdzv_endpoint:
+        if torchrun.master_port is None and torchrun.master_addr == _MASTER_ADDRESS:
+            _, most = parse_min_max_nnodes(torchrun.nnodes)
+            if most > 1:
+                raise ConfigError(
+                    f"--nnodes {torchrun.nnodes}: expected a place where the nodes meet, got none; "
+                    "add --rdzv-backend c10d --rdzv-endpoint HOST:PORT with a host and a free port "
+                    "that all nodes reach, or --standalone for this node alone"
+                )
+            torchrun.rdzv_backend, torchrun.rdzv_endpoint = "c10d", "localhost:0"
+        elif torchrun.master_port is None:
+            torchrun.master_port = _MASTER_PORT
 
 
 def _with_failures(policy: ElasticPolicy, config: LaunchConfig) -> ElasticPolicy:
@@ -165,7 +238,7 @@ def _settings(
         rules=rules,
         policy_path=options.policy.resolve(),
         run_dir=run_dir.resolve(),
-        store=SnapshotStore(path, options.job, identity).create(),
+        store=SnapshotStore(path, options.job, identity),
         store_path=path,
         task=WorkerTask(
             script=torchrun.training_script,
@@ -185,8 +258,10 @@ def _settings(
 def _run_agent(
     config: LaunchConfig, settings: JobSettings, server: ForkServer, *, keep_store: bool
 ) -> int:
+    spec = _worker_spec(config)
+    attendance = _Attendance(spec.rdzv_handler)
     agent = ElasticAgent(
-        _worker_spec(config),
+        spec,
         config.logs_specs or DefaultLogsSpecs(),
         settings=settings,
         server=server,
@@ -196,16 +271,12 @@ def _run_agent(
     try:
         agent.run()
     except (RendezvousError, DistError, TransportError) as error:
-        where = config.rdzv_endpoint or "the rendezvous"
-        cause = error.__cause__ or error
-        reason = str(cause).strip().splitlines()[0]
         if agent.has_started:
-            raise TransportError(f"the job's store at {where} is gone: {reason}") from error
-        raise ConfigError(
-            f"no rendezvous at {where} ({config.rdzv_backend}): {reason}; check that every node "
-            "runs, that --rdzv-endpoint or --master-addr and --master-port name one free port, "
-            "and --nnodes"
-        ) from error
+            where = config.rdzv_endpoint or "the rendezvous"
+            raise TransportError(
+                f"the job's store at {where} is gone: {_first_line(error)}"
+            ) from error
+        raise _no_meeting(config, settings.rules.policy, attendance, error) from error
     ending = agent.ending
     if ending.code == 2:
         raise ConfigError(ending.reason)
@@ -214,6 +285,78 @@ def _run_agent(
     elif not keep_store:
         settings.store.remove()
     return ending.code
+
+
+class _Attendance:
+    """How many nodes were at the rendezvous at once; torch's timeout does not say."""
+
+    def __init__(self, handler: RendezvousHandler) -> None:
+        self.most: int | None = None
+        self.is_complete = False
+        # torch has no public view of who came; a handler of another kind is not counted.
+        self._holder: Any = getattr(handler, "_state_holder", None)
+        if self._holder is not None:
+            self._sync = self._holder.sync
+            self._holder.sync = self._sync_and_count
+
+    def _sync_and_count(self) -> bool | None:
+        written: bool | None = self._sync()
+        state = self._holder.state
+        self.most = max(self.most or 0, len(state.participants))
+        self.is_complete = state.complete
+        return written
+
+
+def _no_meeting(
+    config: LaunchConfig, policy: ElasticPolicy, attendance: _Attendance, error: Exception
+) -> ConfigError | TransportError:
+    """Why the nodes did not meet, and what to do."""
+    where = config.rdzv_endpoint or "the rendezvous"
+    reason = _first_line(error)
+    if isinstance(error, RendezvousClosedError):
+        return TransportError(f"the job at {where} has ended; start it on all nodes again")
+    most = attendance.most
+    if isinstance(error, RendezvousTimeoutError) and attendance.is_complete:
+        return TransportError(
+            f"the job at {where} runs with {most} nodes already and takes no more while it runs"
+        )
+    # The static rendezvous counts in its message only.
+    counted = re.search(r"(\d+)/\d+ clients joined", reason)
+    if counted is not None:
+        most = int(counted[1])
+    if counted is not None or isinstance(error, RendezvousTimeoutError):
+        return TransportError(_some_are_missing(config, policy, most))
+    return ConfigError(
+        f"no rendezvous at {where} ({config.rdzv_backend}): {reason}; check that every node "
+        "runs, that --rdzv-endpoint or --master-addr and --master-port name one free port, "
+        "and --nnodes"
+    )
+
+
+def _some_are_missing(config: LaunchConfig, policy: ElasticPolicy, came: int | None) -> str:
+    is_static = config.rdzv_backend == "static"
+    setting = "timeout" if is_static else "join_timeout"
+    wait_s = int(config.rdzv_configs[setting])
+    of_policy = wait_s == _whole_seconds(policy)
+    is_short = came is not None and came < config.min_nodes
+    wanted = config.min_nodes if is_short and not is_static else config.max_nodes
+    return (
+        f"{'not all' if came is None else came} of {wanted} nodes came to {config.rdzv_endpoint} "
+        f"within {wait_s} s; start tenplex run with the same "
+        f"{'--master-addr and --master-port' if is_static else '--rdzv-endpoint and --job'} on the "
+        f"others, or raise {'timeouts.rendezvous_s' if of_policy else f'{setting} of --rdzv-conf'}"
+    )
+
+
+def _whole_seconds(policy: ElasticPolicy) -> int:
+    return max(1, round(policy.timeouts.rendezvous_s))
+
+
+def _first_line(error: BaseException) -> str:
+    """What an error says, or its kind: several of torch's say nothing."""
+    cause = error.__cause__ or error
+    lines = str(cause).strip().splitlines()
+    return lines[0] if lines else type(cause).__name__
 
 
 def _worker_spec(config: LaunchConfig) -> WorkerSpec:
@@ -236,10 +379,9 @@ def _worker_spec(config: LaunchConfig) -> WorkerSpec:
     except ValueError as error:
         raise ConfigError(str(error)) from error
     except RendezvousError as error:
-        reason = str(error.__cause__ or error).strip().splitlines()[0]
         raise ConfigError(
             f"no rendezvous at {config.rdzv_endpoint or 'an empty endpoint'} "
-            f"({config.rdzv_backend}): {reason}"
+            f"({config.rdzv_backend}): {_first_line(error)}"
         ) from error
     spec = WorkerSpec(
         role=config.role,
@@ -279,6 +421,20 @@ def _rendezvous_handler(parameters: RendezvousParameters) -> RendezvousHandler:
             f"no rendezvous at {parameters.endpoint} ({parameters.backend}): something else "
             "listens there and does not answer as a store; name a free port"
         ) from error
+
+
+@contextmanager
+def _store_in_place(store: SnapshotStore) -> Iterator[None]:
+    """Make the store; in the end nothing is left of one that never held a version."""
+    is_new = not store.directory.exists()
+    store.create()
+    try:
+        yield
+    finally:
+        with suppress(StoreError):
+            if is_new:
+                store.remove_unused()
+        remove_empty_parents(store.directory)
 
 
 @contextmanager

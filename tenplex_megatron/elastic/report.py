@@ -1,13 +1,14 @@
 """What did every change of layout cost, and is the loss curve that of an uninterrupted run?
 
 Pure: reads the lines that agents and workers appended to the run folders, and computes.  A phase
-lasts from the moment its predecessor was finished on the last node.
+lasts from the moment its predecessor was finished on the last node.  A job that is started again
+under its name appends to the same files; every start of it is a run of its own.
 """
 
 import itertools
 import json
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,10 @@ __all__ = [
     "PHASES",
     "ChangeReport",
     "Run",
+    "failure",
     "largest_difference",
     "read_run",
+    "read_runs",
     "read_samples",
     "summarise_changes",
     "unequal_tensors",
@@ -27,13 +30,18 @@ __all__ = [
 
 PHASES = ("detect", "stop", "start", "build", "import", "first_step")
 
+_START_CAUSES = ("the job starts", "torchrun started")
+"""What agents and torchrun's workers give as the cause of a start's first generation."""
+
+type _Event = Mapping[str, Any]
+
 
 @dataclass(frozen=True, slots=True)
 class ChangeReport:
     """One change: between which layouts, why, and what it cost; bytes over all ranks."""
 
     step: int
-    """The step the new generation went on from."""
+    """The step after which training resumed."""
     cause: str
     source: ParallelLayout
     target: ParallelLayout
@@ -58,35 +66,146 @@ class ChangeReport:
 class Run:
     """What a run left behind: events in time order, losses of the steps that count."""
 
-    events: tuple[Mapping[str, Any], ...]
+    events: tuple[_Event, ...]
     losses: Mapping[int, float]
     """Step -> the first loss of the framework's report, of the last generation that did it."""
     last_steps: Mapping[int, int]
     """Generation -> the last step it finished."""
+    before: "Run | None" = None
+    """The earlier start whose snapshot this one went on from."""
+    turns: Mapping[int, int] = field(default_factory=dict)
+    """Generations whose number other starts have too -> how many earlier ones finished a step."""
+
+    @property
+    def start_step(self) -> int:
+        """The step of the snapshot from which the run went on; 0 for a fresh one."""
+        versions = (event["version"] for event in self.events if event["kind"] == "decided")
+        return int(next(versions, None) or 0)
 
 
 def read_run(folders: Iterable[Path]) -> Run:
-    """The run whose nodes wrote into `folders`.
+    """All starts of the job whose nodes wrote into `folders`, as one course.
 
     Raises:
         ConfigError: there is no event file.
     """
-    events: list[dict[str, Any]] = []
-    rows: list[dict[str, Any]] = []
+    events, files = _read(folders)
+    return Run(tuple(events), *_course(itertools.chain.from_iterable(files)))
+
+
+def read_runs(folders: Iterable[Path]) -> tuple[Run, ...]:
+    """Every start of the job whose nodes wrote into `folders`, the oldest first; at least one.
+
+    A start that went on from a snapshot has the losses up to there from the start before.
+
+    Raises:
+        ConfigError: there is no event file.
+    """
+    events, files = _read(folders)
+    starts = _split_starts(events)
+    stepped = [{e["generation"] for e in start if e["kind"] == "first_step"} for start in starts]
+    dealt: list[list[_Event]] = [[] for _ in starts]
+    for rows in files:
+        for index, row in _deal(rows, stepped):
+            dealt[index].append(row)
+    runs: list[Run] = []
+    before: Run | None = None
+    for index, (start, rows) in enumerate(zip(starts, dealt, strict=True)):
+        turns = {
+            number: sum(number in earlier for earlier in stepped[:index])
+            for number in stepped[index]
+            if sum(number in numbers for numbers in stepped) > 1
+        }
+        losses, last_steps = _course(rows)
+        run = Run(tuple(start), losses, last_steps, None, turns)
+        if before is not None and run.start_step:
+            kept = {step: loss for step, loss in before.losses.items() if step <= run.start_step}
+            run = Run(run.events, {**kept, **losses}, last_steps, before, turns)
+        if any(event["kind"] == "decided" for event in start):
+            before = run
+        runs.append(run)
+    return tuple(runs)
+
+
+def _read(folders: Iterable[Path]) -> tuple[list[_Event], list[Sequence[_Event]]]:
+    """Events in time order; the rows of every loss file in the order they were written."""
+    events: list[_Event] = []
+    files: list[Sequence[_Event]] = []
     for folder in sorted(set(folders)):
         path = folder / "events.jsonl"
         if not path.is_file():
             raise ConfigError(f"{path}: missing; expected the run folder of an elastic job")
         events += _lines(path)
         if (folder / "losses.jsonl").is_file():
-            rows += _lines(folder / "losses.jsonl")
+            files.append(_lines(folder / "losses.jsonl"))
+    return sorted(events, key=lambda event: event["time"]), files
+
+
+def _split_starts(events: Iterable[_Event]) -> list[list[_Event]]:
+    """Events by start of the job.
+
+    The numbers of generations do not tell starts apart: they go on while snapshots are there, and
+    begin again otherwise.
+    """
+    starts: list[list[_Event]] = [[]]
+    opened: list[_Event] = []
+    for event in events:
+        if _opens(event, starts[-1]):
+            if opened and not _joins(event, opened):
+                starts.append([])
+                opened = []
+            opened.append(event)
+        starts[-1].append(event)
+    return starts
+
+
+def _opens(event: _Event, present: Sequence[_Event]) -> bool:
+    """Whether a node says with it that the job starts, or that it ended before it started."""
+    if event["kind"] == "decided":
+        return event["cause"] in _START_CAUSES
+    ended_at_once = event["kind"] == "finished" and event["generation"] == 0
+    # A node that the others did not wait for ends so too, within their run.
+    return ended_at_once and (not present or any(e["node"] == event["node"] for e in present))
+
+
+def _joins(event: _Event, opened: Sequence[_Event]) -> bool:
+    """Whether it is another node's word about the same start; each node says it once."""
+    first, same = opened[0], ("kind", "generation", "layout", "nodes", "version")
+    return event["node"] not in {other["node"] for other in opened} and all(
+        event.get(name) == first.get(name) for name in same
+    )
+
+
+def _deal(rows: Iterable[_Event], stepped: Sequence[set[int]]) -> Iterator[tuple[int, _Event]]:
+    """Every row of one loss file with the index of its start.
+
+    Within a start, generations and their steps only go up.
+    """
+    index, last = 0, (0, 0)
+    for row in rows:
+        key = (row["generation"], row["step"])
+        if key[0] not in stepped[index] or key <= last:
+            later = (i for i in range(index + 1, len(stepped)) if key[0] in stepped[i])
+            index = next(later, index)
+        last = key
+        yield index, row
+
+
+def _course(rows: Iterable[_Event]) -> tuple[dict[int, float], dict[int, int]]:
     losses: dict[int, float] = {}
     last_steps: dict[int, int] = {}
     for row in sorted(rows, key=lambda row: (row["generation"], row["step"])):
         losses[row["step"]] = next(iter(row["losses"].values()))
         last_steps[row["generation"]] = row["step"]
-    events.sort(key=lambda event: event["time"])
-    return Run(tuple(events), dict(sorted(losses.items())), last_steps)
+    return dict(sorted(losses.items())), last_steps
+
+
+def failure(run: Run) -> str | None:
+    """Why the job failed, if it said so; None when any node saw it finish."""
+    endings = [event for event in run.events if event["kind"] == "finished"]
+    if not endings or any(event["code"] == 0 for event in endings):
+        return None
+    return "; ".join(dict.fromkeys(str(event["reason"]) for event in endings))
 
 
 def summarise_changes(run: Run) -> tuple[ChangeReport, ...]:
@@ -195,23 +314,39 @@ def read_samples(folder: Path, run: Run, *, batch_size: int) -> dict[int, tuple[
     pipeline stage are joined, micro-batch by micro-batch, data-parallel rank by rank.
     """
     batches: dict[int, tuple[int, ...]] = {}
+    if run.before is not None:
+        earlier = read_samples(folder, run.before, batch_size=batch_size)
+        batches = {step: ids for step, ids in earlier.items() if step <= run.start_step}
     for event in run.events:
         if event["kind"] != "decided":
             continue
         generation = event["generation"]
         layout = ParallelLayout.parse(event["layout"])
-        rows = [
-            [ids for _, ids in _lines(folder / f"samples-{generation:04d}-{rank:05d}.jsonl")]
+        paths = [
+            folder / f"samples-{generation:04d}-{rank:05d}.jsonl"
             for rank in range(layout.world_size)
             if layout.coordinates(rank) == Coordinates(dp=layout.coordinates(rank).dp)
-            and (folder / f"samples-{generation:04d}-{rank:05d}.jsonl").is_file()
         ]
+        turn = run.turns.get(generation)
+        rows = [_sample_ids(_lines(path), turn) for path in paths if path.is_file()]
         dealt = [sample for turn in zip(*rows, strict=False) for ids in turn for sample in ids]
         first = int(event["version"] or 0) + 1
         for step in range(first, run.last_steps.get(generation, 0) + 1):
             low = (step - first) * batch_size
             batches[step] = tuple(dealt[low : low + batch_size])
     return batches
+
+
+def _sample_ids(rows: Iterable[tuple[int, list[int]]], turn: int | None) -> list[list[int]]:
+    """The ids of every micro-batch, of one of the starts that share the generation's number."""
+    found, last = -1, None
+    ids: list[list[int]] = []
+    for number, one in rows:
+        found += last is None or number <= last
+        last = number
+        if turn in (None, found):
+            ids.append(one)
+    return ids
 
 
 def _lines(path: Path) -> Sequence[Any]:

@@ -8,6 +8,7 @@ import gc
 import importlib
 import logging
 import os
+import signal
 import sys
 import warnings
 
@@ -67,4 +68,7 @@ def _has_touched_cuda() -> bool:
 if is_child_of_agent():
     # The fork server notices the end of its agent only between two forks, not while it imports.
     end_with_parent()
+    # Ctrl-C while importing ends it quietly: there is nothing to say that the agent does not say.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
     _warm()
+    signal.signal(signal.SIGINT, signal.default_int_handler)

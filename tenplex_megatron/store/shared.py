@@ -32,11 +32,18 @@ from tenplex_megatron.store.reader import SnapshotReader, StoredIndex
 from tenplex_megatron.store.values import PlainValue
 from tenplex_megatron.store.writer import SnapshotWriter, place_boxes
 
-__all__ = ["SnapshotStore", "default_root", "node_directory", "read_job"]
+__all__ = [
+    "SnapshotStore",
+    "default_root",
+    "node_directory",
+    "read_job",
+    "remove_empty_parents",
+]
 
 logger = logging.getLogger(__name__)
 
 _JOB_FILE = "job.json"
+_TRIES = 5
 _GENERATION = re.compile(r"gen-(\d{4,})")
 _INDEX = re.compile(r"(rank-\d{5,}\.slot[01])\.json")
 _MANIFEST = re.compile(r"manifest-(\d{12,})\.json")
@@ -61,6 +68,18 @@ def node_directory(root: Path, job: str, node: str) -> Path:
                 "the first one no '.' or '-'"
             )
     return root / job / node
+
+
+def remove_empty_parents(directory: Path) -> None:
+    """Remove what `node_directory` puts above a node's directory, where nothing is left in it.
+
+    A root that somebody chose stays.
+    """
+    job = directory.parent
+    with suppress(OSError):  # not empty, or already gone
+        job.rmdir()
+        if job.parent == default_root():
+            job.parent.rmdir()
 
 
 def read_job(directory: Path) -> JobRecord:
@@ -105,7 +124,7 @@ class SnapshotStore(TensorStore):
         Raises:
             StoreError: another user, job or identity has it, or another format.
         """
-        make_private_directory(self.directory)
+        self._make_directory()
         record = JobRecord(self.job, self.identity).to_bytes()
         write_atomically(self.directory / _JOB_FILE, record, exclusive=True)
         return self.open_existing()
@@ -244,6 +263,25 @@ class SnapshotStore(TensorStore):
         """Remove everything this job holds on this node."""
         self.open_existing()
         remove_tree(self.directory)
+
+    def remove_unused(self) -> None:
+        """Remove everything here unless a rank has finished a version, even a damaged one."""
+        kept = (".json", ".damaged")
+        for number in self._generations():
+            if any(name.endswith(kept) for name in _names(self._generation_path(number))):
+                return
+        if self.directory.exists():
+            self.remove()
+
+    def _make_directory(self) -> None:
+        """Another job or node that ends may take an empty parent away between two looks."""
+        for _ in range(_TRIES - 1):
+            try:
+                return make_private_directory(self.directory)
+            except StoreError as error:
+                if not isinstance(error.__cause__, FileNotFoundError):
+                    raise
+        return make_private_directory(self.directory)
 
     def _generation_path(self, generation: int) -> Path:
         return self.directory / f"gen-{generation:04d}"

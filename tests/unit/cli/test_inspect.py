@@ -1,4 +1,6 @@
 import json
+import re
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -139,13 +141,33 @@ def test_a_person_reads_the_same_on_any_terminal(
     root: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, width: int
 ) -> None:
     monkeypatch.setenv("COLUMNS", str(width))
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     path = flip(root, "gpt/b/gen-0001/rank-00001.slot1.data")
     assert main(["inspect", "--tensors", str(root)]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    lines = re.sub("\x1b\\[[0-9;]*m", "", capsys.readouterr().out).splitlines()
     assert max(map(len, lines)) <= width
     text = "".join(lines)
     for expected in ("gpt", "TP2,PP1,DP1", path.name, "not sound", "4x6"):
         assert expected in text
+
+
+def test_piped_every_tensor_is_one_line_with_its_whole_name(
+    store_directory: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    name = "optimizer.state.exp_avg_sq.decoder.layers.self_attention.linear_qkv.weight" * 2
+    specs = {name: TensorSpec(name, (4, 6), "float32")}
+    store = SnapshotStore(node_directory(store_directory, "gpt", "a"), "gpt", "same").create()
+    whole = [Box(name, Region((0, 0), (4, 6)))]
+    layout = {"tp": 1, "pp": 1, "dp": 1}
+    writer = store.writer(0, 1, generation=1, layout=layout, specs=specs, boxes=whole)
+    for view in writer.begin(1):
+        view[:] = bytes(view.nbytes)
+    writer.finish(1, {"step": 1})
+    writer.close()
+    assert main(["inspect", "--tensors", str(store_directory)]) == 0
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if name in line]
+    assert line.split() == [name, "4x6", "float32", "96", "B", "1", "1"]
 
 
 @pytest.mark.parametrize("name", ["missing", "empty"])

@@ -1,0 +1,193 @@
+"""Which layout should the devices that are left run, and does going there pay?
+
+A layout is judged by the steps it finishes until the next change: a faster one may lose what it
+gains to the move.  Pure: the same arguments give the same decision on every node.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from tenplex_megatron.errors import ConfigError
+from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.moves import Placement, StateSizes, bytes_to_move
+from tenplex_megatron.planner.placement import place_ranks
+from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.search import Evaluated
+from tenplex_megatron.planner.strategy import Strategy
+
+__all__ = ["Choice", "Option", "Outlook", "decide"]
+
+_MOST_OPTIONS = 64
+"""Only so many of the fastest strategies are weighed with their moves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is expected of the time after a decision."""
+
+    next_change_s: float = 3600.0
+    """Seconds until the devices change again."""
+    restart_s: float = 5.0
+    """Seconds a change takes besides moving bytes."""
+    least_gain: float = 0.03
+    """The part of the steps that another layout must gain before a running one is left."""
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """One strategy and what going there costs."""
+
+    strategy: Strategy
+    ranks: tuple[tuple[str, int], ...]
+    """Node and device of every rank."""
+    step_s: float
+    memory_bytes: float
+    moved_bytes: float
+    move_s: float
+    """Seconds until training goes on; 0 for the layout that runs."""
+
+    def steps(self, outlook: Outlook) -> float:
+        """Steps finished until the next change."""
+        return max(outlook.next_change_s - self.move_s, 0.0) / self.step_s
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """The decision, its reason, and the runners-up with theirs."""
+
+    best: Option
+    reason: str
+    runners_up: tuple[tuple[Option, str], ...]
+
+
+def decide(
+    model: ModelProfile,
+    cluster: ClusterProfile,
+    found: Evaluated,
+    devices: Mapping[str, tuple[int, ...]],
+    *,
+    current: Placement | None = None,
+    is_running: bool = False,
+    outlook: Outlook | None = None,
+) -> Choice:
+    """The strategy that finishes most steps until the next change.
+
+    Args:
+        model: what is trained.
+        cluster: predicts the seconds a move takes.
+        found: the strategies to choose from, for at most these devices.
+        devices: the usable devices of every node.
+        current: where the state is now; None before the first start.
+        is_running: whether `current` still trains, so that keeping it costs nothing.
+        outlook: what is expected.
+
+    Raises:
+        ConfigError: nothing fits into the devices' memory.
+    """
+    outlook = outlook or Outlook()
+    fitting = found.fastest(cluster.memory_bytes)
+    if not fitting:
+        raise ConfigError(_nothing_fits(cluster, found, devices))
+    kept = [
+        index
+        for index in fitting
+        if current is not None and found.strategies[index].layout == current.layout
+    ]
+    weighing = _Weighing(model, cluster, devices, current, is_running, outlook.restart_s)
+    options = [
+        weighing.option(found, index)
+        for index in dict.fromkeys((*fitting[:_MOST_OPTIONS], *kept[:1]))
+    ]
+    ranked = sorted(options, key=lambda option: (-option.steps(outlook), option.moved_bytes))
+    best = ranked[0]
+    for option in ranked[1:]:
+        stays = is_running and current is not None and option.strategy.layout == current.layout
+        if stays and best.steps(outlook) < option.steps(outlook) * (1 + outlook.least_gain):
+            best = option
+            break
+    others = tuple(
+        (option, _why_not(option, best, outlook)) for option in ranked if option is not best
+    )
+    return Choice(best, _reason(best, devices, outlook), others[:5])
+
+
+@dataclass(frozen=True, slots=True)
+class _Weighing:
+    """What the move to any strategy is counted with; see `decide`."""
+
+    model: ModelProfile
+    cluster: ClusterProfile
+    devices: Mapping[str, tuple[int, ...]]
+    current: Placement | None
+    is_running: bool
+    restart_s: float
+
+    def option(self, found: Evaluated, index: int) -> Option:
+        """One strategy with its move."""
+        strategy = found.strategies[index]
+        ranks = place_ranks(strategy.layout, self.devices)
+        arriving = self._arriving(strategy, ranks)
+        move_s = 0.0 if arriving is None else self.restart_s + self._seconds(arriving)
+        return Option(
+            strategy,
+            ranks,
+            float(found.step_s[index]),
+            float(found.memory_bytes[index]),
+            sum((arriving or {}).values()),
+            move_s,
+        )
+
+    def _arriving(
+        self, strategy: Strategy, ranks: tuple[tuple[str, int], ...]
+    ) -> dict[str, float] | None:
+        """Bytes that each node has to receive; None where nothing changes."""
+        if self.current is None or (self.is_running and strategy.layout == self.current.layout):
+            return None
+        nodes = {rank: node for rank, (node, _) in enumerate(ranks)}
+        target = Placement(strategy.layout, nodes, is_sharded=strategy.zero_stage > 0)
+        sizes = StateSizes.of(self.model)
+        return bytes_to_move(sizes, self.model.num_layers, self.current, target)
+
+    def _seconds(self, arriving: Mapping[str, float]) -> float:
+        """The node that waits longest; every device's share of the network carries its own."""
+        rate = self.cluster.network_bandwidth * self.cluster.network_efficiency
+        return max(nbytes / (rate * len(self.devices[node])) for node, nbytes in arriving.items())
+
+
+def _reason(best: Option, devices: Mapping[str, tuple[int, ...]], outlook: Outlook) -> str:
+    layout = best.strategy.layout
+    total = sum(map(len, devices.values()))
+    text = (
+        f"{layout} on {layout.world_size} of {total} devices: {best.step_s:.3g} s per step, "
+        f"{best.memory_bytes / 1e9:.3g} GB per device"
+    )
+    if best.move_s:
+        text += (
+            f"; {best.moved_bytes / 1e9:.3g} GB move between nodes, {best.move_s:.3g} s until "
+            f"training goes on, {best.steps(outlook):.0f} steps in the next "
+            f"{outlook.next_change_s:.0f} s"
+        )
+    return text
+
+
+def _why_not(option: Option, best: Option, outlook: Outlook) -> str:
+    ours, theirs = best.steps(outlook), option.steps(outlook)
+    if theirs > ours:
+        return f"gains only {theirs / ours - 1:.1%} over the layout that runs"
+    if option.step_s < best.step_s:
+        return f"is faster, but moves {option.moved_bytes / 1e9:.3g} GB first"
+    return f"{option.step_s / best.step_s - 1:.1%} slower per step"
+
+
+def _nothing_fits(
+    cluster: ClusterProfile, found: Evaluated, devices: Mapping[str, tuple[int, ...]]
+) -> str:
+    total = sum(map(len, devices.values()))
+    if not len(found):
+        return f"no layout can train the model on {total} devices; check heads, layers and batch"
+    index = int(found.memory_bytes.argmin())
+    return (
+        f"none of {len(found)} strategies on {total} devices fits {cluster.memory_bytes / 1e9:.3g} "
+        f"GB: the smallest, {found.strategies[index].layout}, needs "
+        f"{found.memory_bytes[index] / 1e9:.3g} GB; use more devices or recompute more"
+    )
