@@ -30,6 +30,9 @@ _EPILOG = """examples:
   tenplex inspect /dev/shm/tenplex-0/my-job/node0 --verify --json
   tenplex inspect checkpoints/iter_0000100   a checkpoint you trust
 
+A version is finished when this node's ranks have written all of it, and committed when the ranks of
+all nodes have: that is what a job goes on from.
+
 exit codes: 0 sound, 1 something is damaged, 2 wrong input.
 """
 
