@@ -30,6 +30,7 @@ def complete(count: int) -> Pairs:
         ([4, 4], [(0, 1), (1, 0)], "leaf last"),
         ([4, 4, 4], chain(range(3)), "leaf leaf last"),
         ([4, 4, 4], [*chain(range(3)), (2, 0)], "node leaf last"),
+        ([4, 4, 4, 4], [*chain(range(4)), (3, 0)], "node node leaf last"),
         ([4, 4, 4, 4], complete(4), "branch node leaf last"),
         ([1, 4, 4, 4], complete(4), "lone node leaf last"),
         ([1, 1], [(0, 1)], "lone last"),
