@@ -25,11 +25,11 @@ from rich.table import Table
 
 from tenplex_megatron.config import load_profile
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.builders import mlp, transformer, vgg16
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.operator_network import Network, PricedNetwork, price
-from tenplex_megatron.planner.operator_search import search
 from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.tensoropt.builders import mlp, transformer, vgg16
+from tenplex_megatron.planner.tensoropt.network import Network, PricedNetwork, price
+from tenplex_megatron.planner.tensoropt.search import search
 
 ROOT = Path(__file__).resolve().parents[1]
 # Wide enough for the table in a log file too.

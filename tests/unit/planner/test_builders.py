@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.builders import mlp, transformer, vgg16
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.device_mesh import DeviceMesh
 from tenplex_megatron.planner.frontier import Frontier
-from tenplex_megatron.planner.operator_network import Network, PricedNetwork, price
-from tenplex_megatron.planner.operator_search import Found, search
-from tenplex_megatron.planner.operators import REPEATED
 from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.tensoropt.builders import mlp, transformer, vgg16
+from tenplex_megatron.planner.tensoropt.mesh import DeviceMesh
+from tenplex_megatron.planner.tensoropt.network import Network, PricedNetwork, price
+from tenplex_megatron.planner.tensoropt.operators import REPEATED
+from tenplex_megatron.planner.tensoropt.search import Found, search
 from tenplex_megatron.planner.tracking import track
 
 CLUSTER = ClusterProfile(

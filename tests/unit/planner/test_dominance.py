@@ -1,10 +1,10 @@
 import numpy as np
 import pytest
 
-from tenplex_megatron.planner.builders import vgg16
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.dominance import restricted, worthwhile
-from tenplex_megatron.planner.operator_network import price
+from tenplex_megatron.planner.tensoropt.builders import vgg16
+from tenplex_megatron.planner.tensoropt.dominance import restricted, worthwhile
+from tenplex_megatron.planner.tensoropt.network import price
 from tenplex_megatron.planner.tracking import Edge, Node, OperatorGraph, track
 
 

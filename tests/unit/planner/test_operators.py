@@ -8,9 +8,9 @@ import pytest
 
 from tenplex_megatron.errors import LayoutError
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.device_mesh import PARTIAL, REPLICATED, DeviceMesh, Tensor, shares
-from tenplex_megatron.planner.operator_cost import STATE_BYTES, OperatorCost
-from tenplex_megatron.planner.operators import (
+from tenplex_megatron.planner.tensoropt.costs import STATE_BYTES, OperatorCost
+from tenplex_megatron.planner.tensoropt.mesh import PARTIAL, REPLICATED, DeviceMesh, Tensor, shares
+from tenplex_megatron.planner.tensoropt.operators import (
     ELEMENT_BYTES,
     REPEATED,
     Configuration,

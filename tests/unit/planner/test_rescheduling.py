@@ -6,8 +6,8 @@ import pytest
 
 from tenplex_megatron.errors import LayoutError
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.device_mesh import PARTIAL, REPLICATED, DeviceMesh, Layout, Tensor
-from tenplex_megatron.planner.rescheduling import Rescheduler, Step
+from tenplex_megatron.planner.tensoropt.mesh import PARTIAL, REPLICATED, DeviceMesh, Layout, Tensor
+from tenplex_megatron.planner.tensoropt.rescheduling import Rescheduler, Step
 
 CLUSTER = ClusterProfile(
     name="test",

@@ -23,7 +23,7 @@ from tenplex_megatron.planner.collectives import (
     all_to_all_s,
     group_link,
 )
-from tenplex_megatron.planner.device_mesh import (
+from tenplex_megatron.planner.tensoropt.mesh import (
     PARTIAL,
     REPLICATED,
     DeviceMesh,

@@ -4,8 +4,9 @@ import itertools
 from collections.abc import Iterator, Sequence
 
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.operator_network import Link, Network
-from tenplex_megatron.planner.operators import (
+from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.tensoropt.network import Link, Network
+from tenplex_megatron.planner.tensoropt.operators import (
     Dim,
     Operator,
     addition,
@@ -18,7 +19,6 @@ from tenplex_megatron.planner.operators import (
     normalisation,
     pooling,
 )
-from tenplex_megatron.planner.profile import ModelProfile
 
 __all__ = ["mlp", "transformer", "vgg16"]
 

@@ -17,7 +17,7 @@ import math
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from tenplex_megatron.planner.device_mesh import REPLICATED, DeviceMesh, Layout, Tensor
+from tenplex_megatron.planner.tensoropt.mesh import REPLICATED, DeviceMesh, Layout, Tensor
 
 __all__ = [
     "ELEMENT_BYTES",

@@ -13,15 +13,15 @@ import numpy as np
 from tenplex_megatron.errors import LayoutError
 from tenplex_megatron.planner.candidates import Array
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.device_mesh import PARTIAL, REPLICATED, DeviceMesh, shares
-from tenplex_megatron.planner.operators import (
+from tenplex_megatron.planner.tensoropt.mesh import PARTIAL, REPLICATED, DeviceMesh, shares
+from tenplex_megatron.planner.tensoropt.operators import (
     ELEMENT_BYTES,
     REPEATED,
     Configuration,
     Operand,
     Operator,
 )
-from tenplex_megatron.planner.rescheduling import Rescheduler
+from tenplex_megatron.planner.tensoropt.rescheduling import Rescheduler
 
 __all__ = ["STATE_BYTES", "OperatorCost"]
 
