@@ -16,8 +16,9 @@ import statistics
 import subprocess
 import sys
 import time
+import uuid
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -143,6 +144,8 @@ def measure(command: list[str], steps: Callable[[], list[tuple[int, float, int]]
     # Without it a gloo restart under torchrun may meet the dead ranks' keys and hang.
     environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    mark = f"TENPLEX_BENCH={uuid.uuid4()}"
+    environment |= [mark.split("=")]
     log = (WORK / "log").open("w")
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     try:
@@ -157,6 +160,15 @@ def measure(command: list[str], steps: Callable[[], list[tuple[int, float, int]]
     finally:
         process.terminate()
         process.wait(30)
+        end_leftovers(mark)
+
+
+def end_leftovers(mark: str) -> None:
+    """Processes that Megatron's checkpoints start outlive the ranks that are killed."""
+    for folder in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):
+            if mark.encode() in (folder / "environ").read_bytes():
+                os.kill(int(folder.name), signal.SIGKILL)
 
 
 def wait_for(process: subprocess.Popen[bytes], found: Callable[[], list[Any]]) -> list[Any]:
