@@ -144,8 +144,7 @@ def measure(command: list[str], steps: Callable[[], list[tuple[int, float, int]]
     # Without it a gloo restart under torchrun may meet the dead ranks' keys and hang.
     environment |= {"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
     environment["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
-    mark = f"TENPLEX_BENCH={uuid.uuid4()}"
-    environment |= [mark.split("=")]
+    run = environment["TENPLEX_BENCH"] = str(uuid.uuid4())
     log = (WORK / "log").open("w")
     process = subprocess.Popen(command, stdout=log, stderr=subprocess.STDOUT, env=environment)
     try:
@@ -160,14 +159,14 @@ def measure(command: list[str], steps: Callable[[], list[tuple[int, float, int]]
     finally:
         process.terminate()
         process.wait(30)
-        end_leftovers(mark)
+        end_leftovers(run)
 
 
-def end_leftovers(mark: str) -> None:
+def end_leftovers(run: str) -> None:
     """Processes that Megatron's checkpoints start outlive the ranks that are killed."""
     for folder in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
-            if mark.encode() in (folder / "environ").read_bytes():
+            if run.encode() in (folder / "environ").read_bytes():
                 os.kill(int(folder.name), signal.SIGKILL)
 
 

@@ -43,7 +43,7 @@ from tenplex_megatron.elastic.entry import WorkerTask, run_task
 from tenplex_megatron.elastic.forkserver import ForkServer
 from tenplex_megatron.elastic.job import JobSettings
 from tenplex_megatron.elastic.membership import Rules
-from tenplex_megatron.elastic.requests import default_run_dir, owner_only_folder
+from tenplex_megatron.elastic.requests import LOCK, default_run_dir, owner_only_folder
 from tenplex_megatron.errors import ConfigError, StoreError, TransportError
 from tenplex_megatron.planner.choose import allowed_layouts
 from tenplex_megatron.store.shared import (
@@ -443,7 +443,7 @@ def _claimed(run_dir: Path, node: str) -> Iterator[None]:
     owner_only_folder(run_dir / "requests")
     owner_only_folder(run_dir / "nodes")
     folder = owner_only_folder(run_dir / "nodes" / node)
-    descriptor = os.open(folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    descriptor = os.open(folder / LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:

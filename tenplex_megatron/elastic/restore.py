@@ -8,7 +8,6 @@ import json
 import logging
 import time
 from collections.abc import Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
@@ -29,7 +28,6 @@ from tenplex_megatron.execution.boxes import Sources
 from tenplex_megatron.execution.executor import Movement, Target, execute_plan
 from tenplex_megatron.execution.verify import gather_collection
 from tenplex_megatron.store.base import TensorReader
-from tenplex_megatron.store.processors import processors_per_rank
 from tenplex_megatron.store.values import decode_value, encode_value
 from tenplex_megatron.transport.base import Transport
 
@@ -230,22 +228,10 @@ def _damaged_ranks(plan: ReshardPlan, site: Site, reader: TensorReader) -> tuple
     by_size = sorted(wanted, key=lambda box: (-reader.boxes(box[0])[box[1]].nbytes, box))
     ranks = [rank for rank, node in enumerate(site.nodes) if node == site.node]
     mine = by_size[ranks.index(site.rank) :: len(ranks)]
-    with ThreadPoolExecutor(processors_per_rank(), thread_name_prefix="tenplex-verify") as pool:
-        problems = list(pool.map(lambda box: _problem(reader, *box), mine))
-    for problem in problems:
-        if problem is not None:
-            logger.warning("%s", problem)
-    return tuple(
-        sorted({rank for (rank, _), problem in zip(mine, problems, strict=True) if problem})
-    )
-
-
-def _problem(reader: TensorReader, rank: int, number: int) -> StoreError | None:
-    try:
-        reader.verify(rank, number)
-    except StoreError as error:
-        return error
-    return None
+    damaged = reader.damaged(mine)
+    for problem in damaged.values():
+        logger.warning("%s", problem)
+    return tuple(sorted({rank for rank, _ in damaged}))
 
 
 def _report_created(created: Sequence[Box]) -> None:

@@ -93,7 +93,10 @@ def decide(
         for index in fitting
         if current is not None and found.strategies[index].layout == current.layout
     ]
-    weighing = _Weighing(model, cluster, devices, current, is_running, outlook.restart_s)
+    sizes = StateSizes.of(model)
+    weighing = _Weighing(
+        sizes, model.num_layers, cluster, devices, current, is_running, outlook.restart_s
+    )
     options = [
         weighing.option(found, index)
         for index in dict.fromkeys((*fitting[:_MOST_OPTIONS], *kept[:1]))
@@ -115,7 +118,8 @@ def decide(
 class _Weighing:
     """What the move to any strategy is counted with; see `decide`."""
 
-    model: ModelProfile
+    sizes: StateSizes
+    num_layers: int
     cluster: ClusterProfile
     devices: Mapping[str, tuple[int, ...]]
     current: Placement | None
@@ -145,8 +149,7 @@ class _Weighing:
             return None
         nodes = {rank: node for rank, (node, _) in enumerate(ranks)}
         target = Placement(strategy.layout, nodes, is_sharded=strategy.zero_stage > 0)
-        sizes = StateSizes.of(self.model)
-        return bytes_to_move(sizes, self.model.num_layers, self.current, target)
+        return bytes_to_move(self.sizes, self.num_layers, self.current, target)
 
     def _seconds(self, arriving: Mapping[str, float]) -> float:
         """The node that waits longest; every device's share of the network carries its own."""

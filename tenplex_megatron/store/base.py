@@ -6,11 +6,14 @@ version never removes the newest committed one; what is read carries the digest 
 
 from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import cast
 
 from tenplex_megatron.core.region import Region
 from tenplex_megatron.core.tensors import Box, TensorSpec
+from tenplex_megatron.errors import StoreError
+from tenplex_megatron.store.processors import processors_per_rank
 from tenplex_megatron.store.values import PlainValue
 
 __all__ = [
@@ -158,6 +161,23 @@ class TensorReader(ABC):
         Raises:
             StoreError: naming the file, the tensor and the region.
         """
+
+    def damaged(self, boxes: Sequence[tuple[int, int]]) -> dict[tuple[int, int], str]:
+        """What `verify` says of those (rank, box index) that are damaged, in the given order.
+
+        Boxes are read on all processors this rank has to itself.
+        """
+
+        def problem(box: tuple[int, int]) -> str | None:
+            try:
+                self.verify(*box)
+            except StoreError as error:
+                return str(error)
+            return None
+
+        with ThreadPoolExecutor(processors_per_rank(), thread_name_prefix="tenplex-verify") as pool:
+            found = zip(boxes, pool.map(problem, boxes), strict=True)
+            return {box: text for box, text in found if text is not None}
 
     @abstractmethod
     def close(self) -> None:

@@ -6,7 +6,6 @@ Every data file is mapped read-only when it is first asked for; nothing is read 
 import mmap
 import os
 from collections.abc import Mapping
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -15,7 +14,6 @@ from tenplex_megatron.errors import StoreError
 from tenplex_megatron.store.base import StoredBox, TensorReader
 from tenplex_megatron.store.files import open_private
 from tenplex_megatron.store.index import RankIndex, digest_bytes
-from tenplex_megatron.store.processors import processors_per_rank
 from tenplex_megatron.store.values import PlainValue
 
 __all__ = ["SnapshotReader", "StoredIndex"]
@@ -97,20 +95,12 @@ class SnapshotReader(TensorReader):
     def problems(self) -> tuple[str, ...]:
         """Verify every box of every rank held here; one sentence for each that is damaged."""
         todo = [(rank, index) for rank in self.ranks for index in range(len(self.boxes(rank)))]
-        with ThreadPoolExecutor(processors_per_rank()) as pool:
-            return tuple(text for text in pool.map(self._problem, todo) if text is not None)
+        return tuple(self.damaged(todo).values())
 
     def close(self) -> None:
         """See `TensorReader.close`."""
         for entry in self._stored.values():
             entry.memory = None
-
-    def _problem(self, place: tuple[int, int]) -> str | None:
-        try:
-            self.verify(*place)
-        except StoreError as error:
-            return str(error)
-        return None
 
     def _entry(self, rank: int) -> StoredIndex:
         try:

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.frontier import Frontier
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.tensoropt.builders import mlp, transformer, vgg16
@@ -15,16 +14,9 @@ from tenplex_megatron.planner.tensoropt.network import Network, PricedNetwork, p
 from tenplex_megatron.planner.tensoropt.operators import REPEATED
 from tenplex_megatron.planner.tensoropt.search import Found, search
 from tenplex_megatron.planner.tracking import track
+from tests.unit.planner.clusters import A100
 
-CLUSTER = ClusterProfile(
-    name="test",
-    devices_per_node=8,
-    memory_bytes=80e9,
-    peak_flops=312e12,
-    memory_bandwidth=2e12,
-    node_bandwidth=300e9,
-    network_bandwidth=25e9,
-)
+CLUSTER = A100
 MODEL = ModelProfile(
     num_layers=2,
     hidden_size=1024,

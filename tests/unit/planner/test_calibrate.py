@@ -10,6 +10,7 @@ from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.cost import predict_time
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.strategy import Strategy
+from tests.unit.planner.clusters import A100
 
 MODEL = ModelProfile(
     num_layers=16,
@@ -21,15 +22,7 @@ MODEL = ModelProfile(
     seq_length=1024,
     vocab_size=51200,
 )
-CLUSTER = ClusterProfile(
-    name="test",
-    devices_per_node=8,
-    memory_bytes=80e9,
-    peak_flops=312e12,
-    memory_bandwidth=2e12,
-    node_bandwidth=300e9,
-    network_bandwidth=25e9,
-)
+CLUSTER = A100
 OTHER = replace(
     CLUSTER, gemm_efficiency=0.6, node_efficiency=0.4, launch_backward_s=3e-3, fixed_s=0.03
 )

@@ -7,23 +7,15 @@ import pytest
 
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.decide import Outlook, decide
 from tenplex_megatron.planner.moves import Placement, StateSizes
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.search import Evaluated, search
 from tenplex_megatron.planner.strategy import Strategy
+from tests.unit.planner.clusters import A100
 
 GB = 1e9
-CLUSTER = ClusterProfile(
-    name="eight A100 a node",
-    devices_per_node=8,
-    memory_bytes=80 * GB,
-    peak_flops=312e12,
-    memory_bandwidth=2.0e12,
-    node_bandwidth=300 * GB,
-    network_bandwidth=25 * GB,
-)
+CLUSTER = A100
 MODEL = ModelProfile(
     num_layers=32,
     hidden_size=4096,

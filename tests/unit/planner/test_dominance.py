@@ -1,11 +1,11 @@
 import numpy as np
 import pytest
 
-from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.tensoropt.builders import vgg16
 from tenplex_megatron.planner.tensoropt.dominance import restricted, worthwhile
 from tenplex_megatron.planner.tensoropt.network import price
 from tenplex_megatron.planner.tracking import Edge, Node, OperatorGraph, track
+from tests.unit.planner.clusters import A100
 
 
 def random_graph(seed: int) -> OperatorGraph:
@@ -39,15 +39,7 @@ def test_the_frontier_is_the_same_without_what_is_not_worthwhile(seed: int) -> N
 def test_every_operator_keeps_a_configuration_and_half_of_a_real_network_goes() -> None:
     for seed in range(60):
         assert all(len(places) for places in worthwhile(random_graph(seed)).values())
-    cluster = ClusterProfile(
-        name="test",
-        devices_per_node=8,
-        memory_bytes=80e9,
-        peak_flops=312e12,
-        memory_bandwidth=2e12,
-        node_bandwidth=300e9,
-        network_bandwidth=25e9,
-    )
+    cluster = A100
     graph = price(vgg16(64), 16, cluster).graph
     before = sum(len(node.memory) for node in graph.nodes.values())
     assert sum(map(len, worthwhile(graph).values())) < before / 2

@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 
 from tenplex_megatron.errors import LayoutError
-from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.tensoropt.costs import STATE_BYTES, OperatorCost
 from tenplex_megatron.planner.tensoropt.mesh import PARTIAL, REPLICATED, DeviceMesh, Tensor, shares
 from tenplex_megatron.planner.tensoropt.operators import (
@@ -27,16 +26,9 @@ from tenplex_megatron.planner.tensoropt.operators import (
     normalisation,
     pooling,
 )
+from tests.unit.planner.clusters import A100
 
-CLUSTER = ClusterProfile(
-    name="test",
-    devices_per_node=8,
-    memory_bytes=80e9,
-    peak_flops=312e12,
-    memory_bandwidth=2e12,
-    node_bandwidth=300e9,
-    network_bandwidth=25e9,
-)
+CLUSTER = A100
 BATCH, SEQUENCE = Dim("batch", 48), Dim("sequence", 96)
 LEADING = (BATCH, SEQUENCE)
 FEATURES, HEADS = Dim("feature", 768), Dim("heads", 48)

@@ -1,23 +1,16 @@
 import itertools
 import math
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from tenplex_megatron.errors import LayoutError
-from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.tensoropt.mesh import PARTIAL, REPLICATED, DeviceMesh, Layout, Tensor
 from tenplex_megatron.planner.tensoropt.rescheduling import Rescheduler, Step
+from tests.unit.planner.clusters import A100
 
-CLUSTER = ClusterProfile(
-    name="test",
-    devices_per_node=4,
-    memory_bytes=80e9,
-    peak_flops=312e12,
-    memory_bandwidth=2e12,
-    node_bandwidth=300e9,
-    network_bandwidth=25e9,
-)
+CLUSTER = replace(A100, devices_per_node=4)
 SIZES = (24, 16)
 
 
