@@ -26,11 +26,11 @@ from published_rows import Fields, Row, gpt, h100, sailor, sc21_table1, sc21_tab
 
 from tenplex_megatron.config import load_profile
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.planner.calibrate import CONSTANTS, calibrate
-from tenplex_megatron.planner.candidates import Candidates
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.cost import predict_times
 from tenplex_megatron.planner.strategy import Strategy
+from tenplex_megatron.planner.timing.calibrate import CONSTANTS, calibrate
+from tenplex_megatron.planner.timing.candidates import Candidates
+from tenplex_megatron.planner.timing.predict import predict_times
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "tests/golden/measured_tables.yaml"
@@ -213,7 +213,9 @@ def memory_errors(cluster: ClusterProfile, rows: Rows) -> Floats | None:
     measured = [row for row in rows if row.memory_bytes is not None]
     if not measured:
         return None
-    predict_memory = importlib.import_module("tenplex_megatron.planner.memory").predict_memory
+    predict_memory = importlib.import_module(
+        "tenplex_megatron.planner.memory.predict"
+    ).predict_memory
     errors = []
     for row in measured:
         found = predict_memory(row.measurement.model, cluster, row.measurement.strategy)

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.planner.calibrate import Measurement
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.strategy import Strategy
+from tenplex_megatron.planner.timing.calibrate import Measurement
 
 type Fields = Mapping[str, Any]
 

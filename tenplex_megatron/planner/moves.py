@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Self
 
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.planner.parameters import embedding_sizes, layer_sizes, output_sizes
+from tenplex_megatron.planner.memory.parameters import embedding_sizes, layer_sizes, output_sizes
 from tenplex_megatron.planner.profile import ModelProfile
 
 __all__ = ["Placement", "StateSizes", "bytes_to_move"]

@@ -1,6 +1,6 @@
 """How fast and how large is every strategy a number of devices can run, and which are worth it?
 
-Megatron's axes are enumerated (`space`), their time and memory predicted all at once (`cost`,
+Megatron's axes are enumerated (`space`), their time and memory predicted all at once (`timing`,
 `memory`); what no other strategy beats in both is the frontier of TensorOpt (arXiv 2004.10856).
 """
 
@@ -10,14 +10,14 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from tenplex_megatron.planner.candidates import Candidates
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.cost import predict_times
 from tenplex_megatron.planner.frontier import undominated
-from tenplex_megatron.planner.memory import predict_memories
+from tenplex_megatron.planner.memory.predict import predict_memories
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.space import Scope, strategies
 from tenplex_megatron.planner.strategy import Strategy
+from tenplex_megatron.planner.timing.candidates import Candidates
+from tenplex_megatron.planner.timing.predict import predict_times
 
 __all__ = ["Evaluated", "evaluate", "search"]
 

@@ -20,8 +20,8 @@ import torch
 from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.memory import predict_memory
-from tenplex_megatron.planner.parameters import stage_elements
+from tenplex_megatron.planner.memory.parameters import stage_elements
+from tenplex_megatron.planner.memory.predict import predict_memory
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.strategy import Precision, Strategy
 

@@ -11,7 +11,6 @@ from dataclasses import replace
 import numpy as np
 
 from tenplex_megatron.errors import LayoutError
-from tenplex_megatron.planner.candidates import Array
 from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.tensoropt.mesh import PARTIAL, REPLICATED, DeviceMesh, shares
 from tenplex_megatron.planner.tensoropt.operators import (
@@ -22,6 +21,7 @@ from tenplex_megatron.planner.tensoropt.operators import (
     Operator,
 )
 from tenplex_megatron.planner.tensoropt.rescheduling import Rescheduler
+from tenplex_megatron.planner.timing.candidates import Array
 
 __all__ = ["STATE_BYTES", "OperatorCost"]
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.candidates import Array
 from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.tensoropt.costs import OperatorCost
 from tenplex_megatron.planner.tensoropt.mesh import DeviceMesh
 from tenplex_megatron.planner.tensoropt.operators import Configuration, Operator, configurations
+from tenplex_megatron.planner.timing.candidates import Array
 from tenplex_megatron.planner.tracking import Edge, Node, OperatorGraph
 
 __all__ = ["Link", "Network", "PricedNetwork", "price"]

@@ -15,14 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenplex_megatron.errors import LayoutError
-from tenplex_megatron.planner.candidates import Array
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.collectives import (
-    all_gather_s,
-    all_reduce_s,
-    all_to_all_s,
-    group_link,
-)
 from tenplex_megatron.planner.tensoropt.mesh import (
     PARTIAL,
     REPLICATED,
@@ -30,6 +23,13 @@ from tenplex_megatron.planner.tensoropt.mesh import (
     Layout,
     Tensor,
     shares,
+)
+from tenplex_megatron.planner.timing.candidates import Array
+from tenplex_megatron.planner.timing.collectives import (
+    all_gather_s,
+    all_reduce_s,
+    all_to_all_s,
+    group_link,
 )
 
 __all__ = ["Kind", "Rescheduler", "Step"]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.candidates import Array
 from tenplex_megatron.planner.frontier import Frontier, union
 from tenplex_megatron.planner.tensoropt.dominance import Indices, restricted, worthwhile
 from tenplex_megatron.planner.tensoropt.network import PricedNetwork
+from tenplex_megatron.planner.timing.candidates import Array
 from tenplex_megatron.planner.tracking import Tracked, track
 
 __all__ = ["Found", "search"]

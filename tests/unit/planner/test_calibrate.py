@@ -5,11 +5,11 @@ import pytest
 
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.calibrate import CONSTANTS, Measurement, calibrate
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.cost import predict_time
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.strategy import Strategy
+from tenplex_megatron.planner.timing.calibrate import CONSTANTS, Measurement, calibrate
+from tenplex_megatron.planner.timing.predict import predict_time
 from tests.unit.planner.clusters import A100
 
 MODEL = ModelProfile(

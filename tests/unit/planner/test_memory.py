@@ -14,12 +14,16 @@ from numpy.typing import NDArray
 
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.activations import Choices, layer_bytes
-from tenplex_megatron.planner.buffers import buffer_elements
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.in_flight import chunks_in_flight
-from tenplex_megatron.planner.memory import MemoryPrediction, predict_memories, predict_memory
-from tenplex_megatron.planner.parameters import has_padding, stage_elements
+from tenplex_megatron.planner.memory.activations import Choices, layer_bytes
+from tenplex_megatron.planner.memory.buffers import buffer_elements
+from tenplex_megatron.planner.memory.in_flight import chunks_in_flight
+from tenplex_megatron.planner.memory.parameters import has_padding, stage_elements
+from tenplex_megatron.planner.memory.predict import (
+    MemoryPrediction,
+    predict_memories,
+    predict_memory,
+)
 from tenplex_megatron.planner.profile import LatentAttention, ModelProfile
 from tenplex_megatron.planner.strategy import Strategy
 from tests.unit.planner.memory_rows import LLAMA, MemoryRow, b200_rows, functional_rows

@@ -12,7 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.planner.parameters import Chunk, chunk_totals, matrix_elements, stage_chunks
+from tenplex_megatron.planner.memory.parameters import (
+    Chunk,
+    chunk_totals,
+    matrix_elements,
+    stage_chunks,
+)
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.strategy import Strategy
 

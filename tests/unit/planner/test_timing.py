@@ -6,18 +6,18 @@ import pytest
 
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError, LayoutError
-from tenplex_megatron.planner import collectives, compute
-from tenplex_megatron.planner.candidates import Candidates
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.cost import (
+from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.strategy import Recompute, Strategy
+from tenplex_megatron.planner.timing import collectives, compute
+from tenplex_megatron.planner.timing.candidates import Candidates
+from tenplex_megatron.planner.timing.predict import (
     edge_times,
     layer_times,
     predict_time,
     predict_times,
     stage_parameters,
 )
-from tenplex_megatron.planner.profile import ModelProfile
-from tenplex_megatron.planner.strategy import Recompute, Strategy
 
 MODEL = ModelProfile(
     num_layers=16,

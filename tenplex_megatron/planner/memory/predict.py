@@ -13,16 +13,16 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.activations import (
+from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.memory.activations import (
     Choices,
     Floats,
     embedding_bytes,
     layer_bytes,
     loss_bytes,
 )
-from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.in_flight import Flights, flights
-from tenplex_megatron.planner.parameters import has_padding, stage_elements
+from tenplex_megatron.planner.memory.in_flight import Flights, flights
+from tenplex_megatron.planner.memory.parameters import has_padding, stage_elements
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.strategy import LossFusion, Precision, Strategy
 

@@ -12,7 +12,7 @@ from functools import cache
 from itertools import pairwise
 
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.planner.buffers import BUCKET_END, BufferElements, buffer_elements
+from tenplex_megatron.planner.memory.buffers import BUCKET_END, BufferElements, buffer_elements
 from tenplex_megatron.planner.profile import ModelProfile
 
 __all__ = [

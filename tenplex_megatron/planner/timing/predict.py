@@ -9,11 +9,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tenplex_megatron.planner import collectives, communication, compute, pipeline
-from tenplex_megatron.planner.candidates import FULL, SELECTIVE, Array, Candidates
 from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.strategy import Strategy
+from tenplex_megatron.planner.timing import collectives, communication, compute, pipeline
+from tenplex_megatron.planner.timing.candidates import FULL, SELECTIVE, Array, Candidates
 
 __all__ = [
     "LayerTimes",

@@ -6,9 +6,9 @@ micro-batch on the rank, h the hidden size.
 
 import numpy as np
 
-from tenplex_megatron.planner import collectives
-from tenplex_megatron.planner.candidates import FULL, Array, Candidates
 from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.timing import collectives
+from tenplex_megatron.planner.timing.candidates import FULL, Array, Candidates
 
 __all__ = [
     "data_parallel_s",

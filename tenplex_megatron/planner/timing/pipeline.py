@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tenplex_megatron.planner.candidates import Array, Candidates
+from tenplex_megatron.planner.timing.candidates import Array, Candidates
 
 _EXPOSED_SEND = 0.3
 """The part of a message that shows with interleaved stages, which send while they compute

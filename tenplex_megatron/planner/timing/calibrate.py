@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.candidates import Array, Candidates
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.cost import predict_times
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.strategy import Strategy
+from tenplex_megatron.planner.timing.candidates import Array, Candidates
+from tenplex_megatron.planner.timing.predict import predict_times
 
 __all__ = ["CONSTANTS", "Constant", "Measurement", "calibrate"]
 

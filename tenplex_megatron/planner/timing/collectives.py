@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tenplex_megatron.planner.candidates import Array, Candidates
 from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.timing.candidates import Array, Candidates
 
 __all__ = ["Link", "all_gather_s", "all_reduce_s", "all_to_all_s", "group_link", "send_s"]
 

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from tenplex_megatron.planner.candidates import Array, Candidates
 from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.timing.candidates import Array, Candidates
 
 __all__ = ["LayerCompute", "embedding_s", "gemm_s", "layer_compute", "loss_s"]
 

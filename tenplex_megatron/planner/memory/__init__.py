@@ -1,0 +1,1 @@
+"""How many bytes does every device of a strategy hold?"""

@@ -1,0 +1,1 @@
+"""How long is one training step of a strategy on a cluster?"""
