@@ -7,8 +7,9 @@ that names the file, the path of the key, what was expected and what was found.
 import contextlib
 import difflib
 import re
-from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, dataclass, field, fields
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import MISSING, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -19,8 +20,11 @@ from tenplex_megatron.errors import ConfigError
 __all__ = [
     "AuditPolicy",
     "ElasticPolicy",
+    "PlannerPolicy",
     "SnapshotPolicy",
     "TimeoutPolicy",
+    "cluster_file",
+    "known_clusters",
     "load_policy",
     "load_profile",
     "parse_policy",
@@ -41,7 +45,7 @@ def _is_count(value: object, least: int = 1) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= least
 
 
-def _is_seconds(value: object) -> bool:
+def _is_positive(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
 
 
@@ -93,7 +97,33 @@ class TimeoutPolicy:
     def __post_init__(self) -> None:
         for name in ("stop_s", "rendezvous_s", "exchange_s"):
             value = getattr(self, name)
-            _require(_is_seconds(value), name, "seconds above 0", value)
+            _require(_is_positive(value), name, "seconds above 0", value)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlannerPolicy:
+    """What the choice of a layout goes by."""
+
+    cluster: str | None = None
+    """A profile in configs/cluster by name, or a file; None: the one of this node's devices."""
+    memory_gb: float | None = None
+    """Memory of a device that may be used, in 1e9 bytes; None: all the profile says."""
+    next_change_s: float = 3600.0
+    """Seconds expected until the devices change again: what a move has to pay off in."""
+    least_gain: float = 0.03
+    """The part of the steps another layout must gain over the one the state lies in."""
+
+    def __post_init__(self) -> None:
+        name: object = self.cluster
+        gain: object = self.least_gain
+        is_name = name is None or (isinstance(name, str) and name != "")
+        _require(is_name, "cluster", "a name, a file or null", name)
+        is_limit = self.memory_gb is None or _is_positive(self.memory_gb)
+        _require(is_limit, "memory_gb", "a number above 0 or null", self.memory_gb)
+        seconds = self.next_change_s
+        _require(_is_positive(seconds), "next_change_s", "seconds above 0", seconds)
+        is_part = isinstance(gain, int | float) and not isinstance(gain, bool) and 0 <= gain < 1
+        _require(is_part, "least_gain", "a part from 0 to under 1", gain)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -115,6 +145,9 @@ class ElasticPolicy:
     """Worker failures after which the job ends."""
     audit: AuditPolicy = field(default_factory=AuditPolicy)
     timeouts: TimeoutPolicy = field(default_factory=TimeoutPolicy)
+    planner: PlannerPolicy = field(default_factory=PlannerPolicy)
+    places: Mapping[str, str] = field(default_factory=dict, repr=False, compare=False)
+    """File and line of every key that was written, for messages; no key of the file itself."""
 
     def __post_init__(self) -> None:
         name: object = self.framework
@@ -135,6 +168,14 @@ class ElasticPolicy:
         for step, devices in self.schedule.items():
             _require(_is_count(step, 0), "schedule", "step numbers as keys", step)
             _require(_is_count(devices), f"schedule.{step}", "a count of devices", devices)
+
+    def place(self, key: str) -> str:
+        r"""A key of the policy and where it is written.
+
+        >>> parse_policy("max_failures: 3\\nplanner: {least_gain: 0}", "p.yaml").place("planner")
+        'planner (p.yaml, line 2)'
+        """
+        return f"{key} ({self.places[key]})" if key in self.places else key
 
 
 def load_policy(path: Path) -> ElasticPolicy:
@@ -174,6 +215,33 @@ def load_profile[T](kind: type[T], path: Path) -> T:
         raise ConfigError(f"{path}: {error}") from None
 
 
+def known_clusters() -> dict[str, Path]:
+    """The profiles of clusters that come with the package, by name."""
+    checkout = Path(__file__).resolve().parents[1] / "configs"
+    installed = Path(sys.prefix) / "share" / "tenplex_megatron"
+    root = checkout if checkout.is_dir() else installed
+    return {path.stem: path for path in sorted((root / "cluster").glob("*.yaml"))}
+
+
+def cluster_file(name: str, folder: Path) -> Path:
+    """The file of the cluster profile a person named: a known one, or a file seen from `folder`.
+
+    Raises:
+        ConfigError: there is neither.
+    """
+    known = known_clusters()
+    if name in known:
+        return known[name]
+    path = folder / name
+    if path.is_file():
+        return path
+    example = next(iter(known.values()), Path("configs/cluster/h100.yaml"))
+    raise ConfigError(
+        f"cluster {name!r}: expected a file, or one of {', '.join(known)}; for other devices copy "
+        f"{example}, write their numbers into it, and give the path of that file"
+    )
+
+
 def _typed(kind: object, value: object, name: str, path: Path) -> Any:  # noqa: ANN401 - a field's
     """`value` as the type of its field."""
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
@@ -210,20 +278,30 @@ def parse_policy(text: str, origin: str = "policy") -> ElasticPolicy:
     data = _yaml(text, f"elastic policy {origin}")
     policy = _build(ElasticPolicy, {} if data is None else data, origin)
     assert isinstance(policy, ElasticPolicy)
-    return policy
+    places = {key: f"{origin}, line {line}" for key, line in _lines(yaml.compose(text))}
+    return replace(policy, places=places)
+
+
+def _lines(node: object, above: str = "") -> Iterator[tuple[str, int]]:
+    """Every key with its line; keys of sections have the section before a dot."""
+    if isinstance(node, yaml.MappingNode):
+        for key, value in node.value:
+            yield f"{above}{key.value}", key.start_mark.line + 1
+            yield from _lines(value, f"{above}{key.value}.")
 
 
 _SECTIONS: dict[str, type] = {
     "snapshot": SnapshotPolicy,
     "audit": AuditPolicy,
     "timeouts": TimeoutPolicy,
+    "planner": PlannerPolicy,
 }
 
 
 def _build(cls: type, data: object, where: str) -> Any:  # noqa: ANN401 - one per section
     if not isinstance(data, dict):
         raise ConfigError(f"{where}: expected keys and values, got {data!r}")
-    known = {item.name: item for item in fields(cls)}
+    known = {item.name: item for item in fields(cls) if item.name != "places"}
     for key in data:
         if key not in known:
             raise ConfigError(_unknown(key, list(known), where))

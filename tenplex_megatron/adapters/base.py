@@ -15,7 +15,8 @@ import torch
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.errors import LayoutError
-from tenplex_megatron.planner.choose import ModelLimits
+from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.strategy import Strategy
 
 __all__ = [
     "ArgumentAdapter",
@@ -161,8 +162,15 @@ class ArgumentAdapter(ABC):
     """Modules a fork server imports so that workers start warm."""
 
     @abstractmethod
-    def limits(self, argv: Sequence[str]) -> ModelLimits:
-        """The sizes that decide which layouts can exist."""
+    def profile(self, argv: Sequence[str], *, is_rough: bool = False) -> ModelProfile:
+        """What is trained, as far as its speed and size depend on it.
+
+        A rough profile guesses what the flags leave to be found out later.
+        """
+
+    @abstractmethod
+    def strategy(self, argv: Sequence[str]) -> Strategy:
+        """How it is trained, on one device: what stays the same in every layout of a job."""
 
     @abstractmethod
     def layout_arguments(

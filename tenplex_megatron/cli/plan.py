@@ -5,7 +5,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.core.plan import ReshardPlan, Topology, plan_reshard
 from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.choose import allowed_layouts, choose
+from tenplex_megatron.planner.allowed import Job, allowed_layouts, check_layout
 from tenplex_megatron.planner.placement import pick_devices, place_ranks
 from tenplex_megatron.store.selection import WorldVersion, select_version
 
@@ -151,14 +151,16 @@ def _describe(
 ) -> tuple[TensorCollection, TensorCollection]:
     """Source and target; the framework builds what is not stored."""
     built = [target] if source.collection else [source.layout, target]
-    limits = argument_adapter(script.framework).limits(script.argv)
+    adapter = argument_adapter(script.framework)
+    job = Job(model=adapter.profile(script.argv, is_rough=True), base=adapter.strategy(script.argv))
     for layout in built:
         # Refuses in an instant what the framework would refuse after it is imported.
-        choose(layout.world_size, limits, [str(layout)])
+        check_layout(job, layout)
     allowed = [source.layout, target]
     if given.elastic_policy is not None:
         devices = max(layout.world_size for layout in allowed)
-        allowed += allowed_layouts(limits, load_policy(given.elastic_policy).layouts, devices)
+        layouts = load_policy(given.elastic_policy).layouts
+        allowed += allowed_layouts(replace(job, layouts=layouts), devices)
     console = Console(stderr=True)
     bar = Progress(console=console, transient=True, disable=not console.is_terminal)
     with bar:

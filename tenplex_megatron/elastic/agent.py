@@ -62,6 +62,7 @@ from tenplex_megatron.elastic.membership import (
     WorkerExit,
     decide,
 )
+from tenplex_megatron.elastic.step_times import read_step_times
 from tenplex_megatron.errors import ConfigError, LayoutError, TransportError
 
 __all__ = ["ElasticAgent"]
@@ -148,6 +149,7 @@ class ElasticAgent(LocalElasticAgent):
             if old is not None:
                 self._desk.turned(old, decision)
             outcome = self._watch(board, decision)
+            self._compare(decision)
             if isinstance(outcome, Ending):
                 return outcome
             change = outcome
@@ -159,6 +161,7 @@ class ElasticAgent(LocalElasticAgent):
             self._worker_group.spec.local_world_size,
             self._settings.store.examine().snapshots,
             tuple(self._exits),
+            read_step_times(self._settings.run_dir),
         )
 
         def decide_here(reports: Sequence[NodeReport]) -> NextGeneration | Ending:
@@ -422,6 +425,7 @@ class ElasticAgent(LocalElasticAgent):
             gpus=ledger.gpus,
             cause=decision.change.cause,
             reason=decision.reason,
+            predicted_step_s=decision.predicted_step_s,
             rejected=decision.rejected,
             lost=ledger.lost,
             nodes=[node for node, _ in decision.ranks],
@@ -438,6 +442,27 @@ class ElasticAgent(LocalElasticAgent):
                 decision.change.cause,
                 decision.reason,
                 seconds,
+            )
+
+    def _compare(self, decision: NextGeneration) -> None:
+        """How long steps took beside what was predicted, where rank 0 ran."""
+        if not self._leads(decision):
+            return
+        number = decision.ledger.generation
+        times = read_step_times(self._settings.run_dir)
+        for row in (row for row in times if row.generation == number):
+            predicted_s = decision.predicted_step_s
+            self._log(
+                "measured",
+                layout=str(row.layout),
+                steps=row.steps,
+                step_s=row.step_s,
+                predicted_step_s=predicted_s,
+            )
+            logger.info(
+                "generation %s: %s took %.3g s per step, predicted %.3g s (%+.0f %%)",
+                *(number, row.layout, row.step_s, predicted_s),
+                100.0 * (predicted_s / row.step_s - 1.0),
             )
 
     def _log(self, kind: str, **fields: object) -> None:

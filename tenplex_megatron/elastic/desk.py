@@ -64,8 +64,8 @@ class RequestDesk:
         text = json.dumps({"gpus": request.gpus, "cause": cause, "request": request.id})
         if board.post_request(text):
             self._posted = self._waiting.pop(0)
-            logger.info("asked rank 0 to go to %s devices (%s)", request.gpus, chosen.layout)
-            self._answer(request, state="pending", old=str(present.layout), new=str(chosen.layout))
+            logger.info("asked rank 0 to go to %s devices (%s)", request.gpus, chosen)
+            self._answer(request, state="pending", old=str(present.layout), new=str(chosen))
 
     def turned(self, old: NextGeneration, new: NextGeneration) -> None:
         """A new generation started: answer, or ask again where something else came between."""

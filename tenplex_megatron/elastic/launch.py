@@ -43,9 +43,10 @@ from tenplex_megatron.elastic.entry import WorkerTask, run_task
 from tenplex_megatron.elastic.forkserver import ForkServer
 from tenplex_megatron.elastic.job import JobSettings
 from tenplex_megatron.elastic.membership import Rules
+from tenplex_megatron.elastic.planning import rules_of
 from tenplex_megatron.elastic.requests import LOCK, default_run_dir, owner_only_folder
 from tenplex_megatron.errors import ConfigError, StoreError, TransportError
-from tenplex_megatron.planner.choose import allowed_layouts
+from tenplex_megatron.planner.allowed import allowed_layouts
 from tenplex_megatron.store.shared import (
     SnapshotStore,
     default_root,
@@ -76,8 +77,7 @@ class LaunchOptions:
     store_dir: Path | None = None
     keep_store: bool = False
     session: str | None = "tenplex_megatron.elastic.session"
-    """Module that hooks the framework in the workers; None for a script that does without, which
-    then also answers for its devices itself."""
+    """Module that hooks the framework in the workers; None for a script that does without."""
 
 
 def run_node(
@@ -95,10 +95,16 @@ def run_node(
     policy = load_policy(options.policy)
     _check_script(torchrun)
     config = _launch_config(torchrun, policy, options)
-    if policy.device == "cuda" and options.session is not None:
+    if policy.device == "cuda":
         _check_devices(options.policy, config.nproc_per_node)
     arguments = adapter(policy.framework)
-    rules = Rules(_with_failures(policy, config), arguments.limits(torchrun.training_script_args))
+    rules = rules_of(
+        _with_failures(policy, config),
+        options.policy,
+        arguments,
+        torchrun.training_script_args,
+        devices_per_node=config.nproc_per_node,
+    )
     run_dir = owner_only_folder(options.run_dir or default_run_dir(options.job))
     with _claimed(run_dir, options.node), _signals_raise(config):
         server = ForkServer(
@@ -229,7 +235,7 @@ def _settings(
     root = options.store_dir or (Path(directory) if directory else default_root())
     path = node_directory(root, options.job, options.node)
     devices = config.nproc_per_node * config.max_nodes
-    allowed = allowed_layouts(rules.limits, rules.policy.layouts, devices)
+    allowed = allowed_layouts(rules.job, devices)
     return JobSettings(
         job=options.job,
         identity=identity,

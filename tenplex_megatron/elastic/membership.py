@@ -12,8 +12,12 @@ from dataclasses import dataclass, field, replace
 from tenplex_megatron.config import ElasticPolicy
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.choose import Decision, ModelLimits, choose
-from tenplex_megatron.planner.placement import pick_devices, place_ranks
+from tenplex_megatron.planner.allowed import Job
+from tenplex_megatron.planner.choose import Choice, Outlook, choose
+from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.moves import Placement
+from tenplex_megatron.planner.placement import pick_devices
+from tenplex_megatron.planner.timing.calibrate import Measurement, calibrate
 from tenplex_megatron.store.base import RankSnapshot
 from tenplex_megatron.store.selection import WorldVersion, select_version
 
@@ -27,6 +31,7 @@ __all__ = [
     "NodeReport",
     "Rules",
     "Source",
+    "StepTime",
     "WorkerExit",
     "check_target",
     "culprits",
@@ -41,6 +46,8 @@ SNAPSHOT_DAMAGED = 86
 WRONG_INPUT = 2
 """Exit code of a worker whose script or arguments are wrong; another try would end the same."""
 
+_MOST_TIMES = 24
+"""More generations than these do not make a calibration better."""
 _FAILURE_WINDOW_S = 1.0
 _SAME_FAILURES = 3
 # Before anything was trained, a script that fails twice is to blame, and not two devices.
@@ -62,6 +69,17 @@ class WorkerExit:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTime:
+    """How long the steps of one generation took."""
+
+    generation: int
+    layout: ParallelLayout
+    steps: int
+    step_s: float
+    """The median."""
+
+
+@dataclass(frozen=True, slots=True)
 class NodeReport:
     """What a node brings to the next generation."""
 
@@ -69,6 +87,7 @@ class NodeReport:
     devices: int
     snapshots: tuple[RankSnapshot, ...] = ()
     exits: tuple[WorkerExit, ...] = ()
+    step_times: tuple[StepTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,7 +137,35 @@ class Rules:
     """What does not change during a job."""
 
     policy: ElasticPolicy
-    limits: ModelLimits
+    job: Job
+    cluster: ClusterProfile
+
+    def choose(
+        self,
+        devices: Mapping[str, tuple[int, ...]],
+        *,
+        current: Placement | None = None,
+        step_times: Iterable[StepTime] = (),
+        must_run: bool = False,
+    ) -> Choice:
+        """The layout for these devices; see `planner.choose`.
+
+        Raises:
+            ConfigError: none is legal, or none fits.
+        """
+        rows = [
+            Measurement(self.job.model, self.job.strategy(row.layout), row.step_s)
+            for row in step_times
+        ]
+        planner = self.policy.planner
+        return choose(
+            self.job,
+            calibrate(self.cluster, rows) if rows else self.cluster,
+            devices,
+            current=current,
+            outlook=Outlook(next_change_s=planner.next_change_s, least_gain=planner.least_gain),
+            must_run=must_run,
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -132,6 +179,7 @@ class NextGeneration:
     """Node and device of every rank."""
     source: Source | None
     reason: str
+    predicted_step_s: float = 0.0
     rejected: tuple[tuple[str, str], ...] = ()
     totals: Mapping[str, int] = field(default_factory=dict)
     """Number of devices of every node, free and lost ones included."""
@@ -155,6 +203,7 @@ def decide(
     Raises:
         ConfigError: the policy allows no layout for the devices that are left.
     """
+    before = ledger
     wrong = _wrong_input(change, reports)
     if wrong:
         return Ending(WRONG_INPUT, wrong)
@@ -177,18 +226,51 @@ def decide(
     ledger = _allot(ledger, change, totals, rules.policy)
     if not ledger.gpus:
         return Ending(1, f"no device is left; last: {change.cause}")
+    # What trained before the change would go on if its devices were all there: it is kept unless
+    # another layout is worth the move. A generation that never trained holds nothing to move.
+    lies_in_last = source is not None and source.generation == before.generation
+    current = None
+    if lies_in_last and source is not None and before.layout is not None:
+        nodes = {rank: node for rank, node in source.nodes.items() if node in totals}
+        current = Placement(before.layout, nodes, is_sharded=rules.job.base.zero_stage > 0)
     try:
-        chosen = _choose(ledger.gpus, rules, ledger.layout)
+        chosen = rules.choose(
+            ledger.allotted,
+            current=current,
+            step_times=_newest_times(reports),
+            must_run=change.kind != "start",
+        )
     except ConfigError as error:
         raise ConfigError(f"{error} (after: {change.cause})") from None
-    ranks = place_ranks(chosen.layout, ledger.allotted)
-    ledger = replace(ledger, layout=chosen.layout)
+    layout = rules.job.layout(chosen.best.strategy)
     return NextGeneration(
-        ledger, change, chosen.layout, ranks, source, chosen.reason, chosen.rejected, totals
+        replace(ledger, layout=layout),
+        change,
+        layout,
+        chosen.best.ranks,
+        source,
+        chosen.reason,
+        chosen.best.step_s,
+        _why_not(rules.job, chosen),
+        totals,
     )
 
 
-def check_target(gpus: int, totals: Mapping[str, int], rules: Rules) -> Decision:
+def _why_not(job: Job, chosen: Choice) -> tuple[tuple[str, str], ...]:
+    others = ((str(job.layout(other.strategy)), why) for other, why in chosen.runners_up)
+    return (*chosen.illegal, *others)
+
+
+def _newest_times(reports: Iterable[NodeReport]) -> list[StepTime]:
+    """Of each generation the row over most steps; nodes may share a folder and report the same."""
+    found: dict[int, StepTime] = {}
+    for row in (row for report in reports for row in report.step_times):
+        if row.generation not in found or row.steps > found[row.generation].steps:
+            found[row.generation] = row
+    return [found[generation] for generation in sorted(found)][-_MOST_TIMES:]
+
+
+def check_target(gpus: int, totals: Mapping[str, int], rules: Rules) -> ParallelLayout:
     """The layout a planned change to `gpus` devices would choose.
 
     Raises:
@@ -200,7 +282,8 @@ def check_target(gpus: int, totals: Mapping[str, int], rules: Rules) -> Decision
             f"expected 1 to {total} devices ({', '.join(f'{n}: {c}' for n, c in totals.items())}), "
             f"got {gpus}"
         )
-    return _choose(gpus, rules, None)
+    devices = {node: tuple(range(count)) for node, count in totals.items()}
+    return rules.job.layout(rules.choose(pick_devices(devices, gpus)).best.strategy)
 
 
 def newest_complete(reports: Iterable[NodeReport]) -> Source | None:
@@ -273,7 +356,10 @@ def _check_schedule(totals: Mapping[str, int], rules: Rules) -> None:
         try:
             check_target(gpus, totals, rules)
         except ConfigError as error:
-            raise ConfigError(f"schedule.{step}: {error}") from None
+            where = rules.policy.place(f"schedule.{step}")
+            if rules.job.layouts and gpus <= sum(totals.values()):
+                where += f" contradicts {rules.policy.place('layouts')}"
+            raise ConfigError(f"{where}: {error}") from None
 
 
 def _number(ledger: Ledger, reports: Iterable[NodeReport]) -> Ledger:
@@ -341,7 +427,3 @@ def _allot(
         for node, count in totals.items()
     }
     return replace(ledger, lost=lost, allotted=pick_devices(free, wanted))
-
-
-def _choose(gpus: int, rules: Rules, current: ParallelLayout | None) -> Decision:
-    return choose(gpus, rules.limits, rules.policy.layouts, current)

@@ -17,6 +17,7 @@ from tenplex_megatron.elastic.membership import (
     NextGeneration,
     NodeReport,
     Source,
+    StepTime,
     WorkerExit,
 )
 from tenplex_megatron.store.base import RankSnapshot
@@ -28,6 +29,8 @@ __all__ = [
     "load_change",
     "load_decision",
     "load_report",
+    "step_time",
+    "step_time_json",
 ]
 
 _Json = dict[str, Any]
@@ -55,6 +58,7 @@ def dump_report(report: NodeReport) -> str:
             "devices": report.devices,
             "snapshots": [part.to_json() for part in report.snapshots],
             "exits": [dataclasses.asdict(done) for done in report.exits],
+            "step_times": [step_time_json(row) for row in report.step_times],
         }
     )
 
@@ -67,7 +71,24 @@ def load_report(text: str | bytes) -> NodeReport:
         data["devices"],
         tuple(RankSnapshot.from_json(part) for part in data["snapshots"]),
         tuple(WorkerExit(**done) for done in data["exits"]),
+        tuple(step_time(row) for row in data["step_times"]),
     )
+
+
+def step_time_json(row: StepTime) -> _Json:
+    """Plain values of a step time."""
+    return {
+        "generation": row.generation,
+        "layout": row.layout.to_json(),
+        "steps": row.steps,
+        "step_s": row.step_s,
+    }
+
+
+def step_time(data: _Json) -> StepTime:
+    """The step time in plain values."""
+    layout = ParallelLayout.from_json(data["layout"])
+    return StepTime(data["generation"], layout, data["steps"], data["step_s"])
 
 
 def dump_decision(decision: NextGeneration | Ending) -> str:
@@ -82,6 +103,7 @@ def dump_decision(decision: NextGeneration | Ending) -> str:
             "ranks": decision.ranks,
             "source": _source_json(decision.source),
             "reason": decision.reason,
+            "predicted_step_s": decision.predicted_step_s,
             "rejected": decision.rejected,
             "totals": dict(decision.totals),
             "master": decision.master,
@@ -101,6 +123,7 @@ def load_decision(text: str | bytes) -> NextGeneration | Ending:
         ranks=tuple((node, device) for node, device in data["ranks"]),
         source=_source(data["source"]),
         reason=data["reason"],
+        predicted_step_s=data["predicted_step_s"],
         rejected=tuple((layout, why) for layout, why in data["rejected"]),
         totals=data["totals"],
         master=(data["master"][0], data["master"][1]),

@@ -21,6 +21,7 @@ from tenplex_megatron.elastic.generation import GenerationSpec
 from tenplex_megatron.elastic.membership import HANDED_OVER, SNAPSHOT_DAMAGED
 from tenplex_megatron.elastic.restore import DamagedSnapshotError, Restored, Site, restore_state
 from tenplex_megatron.elastic.snapshot import Snapshotter
+from tenplex_megatron.elastic.step_times import StepClock
 from tenplex_megatron.execution.executor import Target
 from tenplex_megatron.execution.verify import fingerprint_state, gather_collection
 from tenplex_megatron.store.shared import SnapshotStore
@@ -76,6 +77,7 @@ class ElasticSession(StepObserver):
         self._site = Site(rank, spec.nodes, spec.source.nodes if spec.source else {})
         self._events = EventLog(spec.rundir / "events.jsonl", spec.node)
         self._losses = _LossLog(spec, rank)
+        self._clock = StepClock(spec) if rank == 0 else None
         self._samples = _SampleLog(spec, rank)
         self._transport: ProcessGroupTransport | None = None
         self._snapshots: Snapshotter | None = None
@@ -146,6 +148,8 @@ class ElasticSession(StepObserver):
         if self._steps == 0:
             self._mark("first_step", step=step)
         self._steps += 1
+        if self._clock is not None:
+            self._clock.step()
         self._losses.add(step, losses)
         change = self._control.pending(step) if self._control is not None else None
         timeout_s = self._policy.timeouts.exchange_s

@@ -28,10 +28,11 @@ from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.elastic import session
 from tenplex_megatron.elastic.events import EventLog
 from tenplex_megatron.elastic.generation import ENVIRONMENT_VARIABLE, GenerationSpec
-from tenplex_megatron.elastic.membership import NodeReport, newest_complete
+from tenplex_megatron.elastic.membership import NodeReport, Rules, newest_complete
+from tenplex_megatron.elastic.planning import rules_of
 from tenplex_megatron.elastic.requests import default_run_dir, owner_only_folder
 from tenplex_megatron.errors import ConfigError, StoreError
-from tenplex_megatron.planner.choose import ModelLimits, allowed_layouts, choose
+from tenplex_megatron.planner.allowed import allowed_layouts
 from tenplex_megatron.store.base import RankSnapshot
 from tenplex_megatron.store.shared import SnapshotStore, default_root, node_directory
 
@@ -66,12 +67,13 @@ def install_under_torchrun(policy_path: Path) -> None:
         cpu.install()
     adapter = argument_adapter(policy.framework)
     argv = sys.argv[1:]
-    limits = adapter.limits(argv)
-    layout = _choose(int(os.environ["WORLD_SIZE"]), policy, limits)
+    per_node = int(os.environ["LOCAL_WORLD_SIZE"])
+    rules = rules_of(policy, policy_path, adapter, argv, devices_per_node=per_node)
+    layout = _choose(int(os.environ["WORLD_SIZE"]), per_node, rules)
     spec = _spec(policy_path, policy, layout, adapter.identity(argv))
     os.environ[ENVIRONMENT_VARIABLE] = spec.to_json()
     # As many devices as can split a tensor: the next start may have more ranks than this one.
-    allowed = allowed_layouts(limits, policy.layouts, max(limits.num_heads, layout.world_size))
+    allowed = allowed_layouts(rules.job, max(rules.job.model.num_heads, layout.world_size))
     sys.argv += adapter.device_arguments(policy.device)
     sys.argv += adapter.layout_arguments(argv, layout, allowed)
     session.install(spec, plans_changes=False)
@@ -108,8 +110,10 @@ def node_names(hosts: Sequence[str]) -> list[str]:
     ]
 
 
-def _choose(world_size: int, policy: ElasticPolicy, limits: ModelLimits) -> ParallelLayout:
-    layout = choose(world_size, limits, policy.layouts).layout
+def _choose(world_size: int, per_node: int, rules: Rules) -> ParallelLayout:
+    nodes = -(-world_size // per_node)
+    devices = {f"node-{number}": tuple(range(per_node)) for number in range(nodes)}
+    layout = rules.job.layout(rules.choose(devices, must_run=True).best.strategy)
     if layout.world_size != world_size:
         raise ConfigError(
             f"{world_size} ranks: the best layout the policy allows, {layout}, uses "

@@ -1,273 +1,237 @@
-"""Which layout should N devices run, and why that one?
+"""Which layout should the devices that are left run, and does going there pay?
 
-Enumerates what the policy allows, drops what breaks a rule of the framework, and orders the rest by
-a plain rule: more devices first, then the smaller pipeline bubble, then the smaller tensor-parallel
-size. Pure: the same arguments give the same decision on every node.
+A layout is judged by the steps it finishes until the next change: a faster one may lose what it
+gains to the move.  Pure: the same arguments give the same decision on every node.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Self
 
-from tenplex_megatron.core.mesh import ParallelLayout, parse_fields
-from tenplex_megatron.errors import ConfigError, LayoutError
+from tenplex_megatron.errors import ConfigError
+from tenplex_megatron.planner.allowed import Job, allowed_strategies, smallest_world
+from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.moves import Placement, StateSizes, bytes_to_move
+from tenplex_megatron.planner.placement import place_ranks
+from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.search import Evaluated, evaluate
+from tenplex_megatron.planner.strategy import Strategy
 
-__all__ = ["Decision", "LayoutPattern", "ModelLimits", "allowed_layouts", "choose"]
+__all__ = ["Choice", "Option", "Outlook", "choose", "decide"]
+
+_MOST_OPTIONS = 64
+"""Only so many of the fastest strategies are weighed with their moves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outlook:
+    """What is expected of the time after a decision."""
+
+    next_change_s: float = 3600.0
+    """Seconds until the devices change again."""
+    restart_s: float = 5.0
+    """Seconds a change takes besides moving bytes."""
+    least_gain: float = 0.03
+    """The part of the steps that another layout must gain before a running one is left."""
 
 
 @dataclass(frozen=True, slots=True)
-class ModelLimits:
-    """What of a model and its batch restricts the layouts that can train it."""
+class Option:
+    """One strategy and what going there costs."""
 
-    num_layers: int
-    num_heads: int
-    num_query_groups: int
-    global_batch_size: int
-    micro_batch_size: int
+    strategy: Strategy
+    ranks: tuple[tuple[str, int], ...]
+    """Node and device of every rank."""
+    step_s: float
+    memory_bytes: float
+    moved_bytes: float
+    move_s: float
+    """Seconds until training goes on; 0 for the layout that runs."""
+
+    def steps(self, outlook: Outlook) -> float:
+        """Steps finished until the next change."""
+        return max(outlook.next_change_s - self.move_s, 0.0) / self.step_s
 
 
 @dataclass(frozen=True, slots=True)
-class Decision:
-    """One layout, why it was taken, and why the others were not."""
+class Choice:
+    """The decision, its reason, and the runners-up with theirs."""
 
-    layout: ParallelLayout
+    best: Option
     reason: str
-    rejected: tuple[tuple[str, str], ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutPattern:
-    """A layout of the policy whose data-parallel size may be open.
-
-    >>> LayoutPattern.parse("TP2,PP2").sized(3).world_size
-    12
-    """
-
-    text: str
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    data_parallel: int | None = None
-    others: tuple[tuple[str, object], ...] = ()
-
-    @classmethod
-    def parse(cls, text: str) -> Self:
-        """The pattern `text` means; "DP3" in it pins the data-parallel size."""
-        values = dict(parse_fields(text))
-        sizes = {axis: _size(values.pop(axis, 1)) for axis in ("tp", "pp", "cp")}
-        pinned = values.pop("dp", None)
-        return cls(
-            text,
-            **sizes,
-            data_parallel=None if pinned is None else _size(pinned),
-            others=tuple(sorted(values.items())),
-        )
-
-    @property
-    def replica_size(self) -> int:
-        """Devices that hold one replica of the model."""
-        return self.tp * self.pp * self.cp
-
-    def sized(self, data_parallel: int) -> ParallelLayout:
-        """The layout with this data-parallel size.
-
-        Raises:
-            LayoutError: when the axes contradict each other.
-        """
-        axes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": data_parallel}
-        return ParallelLayout.from_json({**axes, **dict(self.others)})
-
-
-def _size(value: object) -> int:
-    assert isinstance(value, int)
-    return value
+    runners_up: tuple[tuple[Option, str], ...]
+    illegal: tuple[tuple[str, str], ...] = ()
+    """Patterns of the policy that have no layout for these devices, and the rule that says so."""
 
 
 def choose(
-    num_devices: int,
-    limits: ModelLimits,
-    layouts: Sequence[str] | None,
-    current: ParallelLayout | None = None,
-) -> Decision:
-    """The layout for at most `num_devices` devices.
+    job: Job,
+    cluster: ClusterProfile,
+    devices: Mapping[str, tuple[int, ...]],
+    *,
+    current: Placement | None = None,
+    outlook: Outlook | None = None,
+    must_run: bool = False,
+) -> Choice:
+    """The layout of a job for the devices that are left; see `decide`.
 
-    `layouts` are the patterns of the policy, None for every legal one. Between layouts of equal
-    merit the axes of `current` are kept.
+    With `must_run` a prediction that nothing fits does not end the job: the smallest is tried.
 
     Raises:
-        ConfigError: nothing fits; the message says what would.
+        ConfigError: no allowed layout is legal for so many devices, or fits into their memory.
     """
-    patterns = _patterns(layouts, limits, num_devices)
-    found: list[ParallelLayout] = []
-    rejected: list[tuple[str, str]] = []
-    for pattern in patterns:
-        layout, why = _fit(pattern, num_devices, limits)
-        if layout is not None:
-            found.append(layout)
-        else:
-            rejected.append((pattern.text, why))
-    if not found:
-        raise ConfigError(_nothing_fits(num_devices, limits, layouts, rejected))
-    ranked = sorted(found, key=lambda layout: _merit(layout, limits, current))
+    candidates, illegal = allowed_strategies(job, devices)
+    if not candidates:
+        raise ConfigError(_nothing_legal(job, sum(map(len, devices.values())), illegal))
+    if current is not None:
+        # The micro-batch size that a person need not write.
+        current = replace(current, layout=job.strategy(current.layout).layout)
+    found = evaluate(job.model, cluster, candidates)
+    if must_run and not found.fastest(cluster.memory_bytes):
+        cluster = replace(cluster, memory_bytes=float(found.memory_bytes.min()))
+    chosen = decide(job.model, cluster, found, devices, current=current, outlook=outlook)
+    return replace(chosen, illegal=tuple(illegal))
+
+
+def decide(
+    model: ModelProfile,
+    cluster: ClusterProfile,
+    found: Evaluated,
+    devices: Mapping[str, tuple[int, ...]],
+    *,
+    current: Placement | None = None,
+    is_running: bool = False,
+    outlook: Outlook | None = None,
+) -> Choice:
+    """The strategy that finishes most steps until the next change.
+
+    Args:
+        model: what is trained.
+        cluster: predicts the seconds a move takes.
+        found: the strategies to choose from, for at most these devices.
+        devices: the usable devices of every node.
+        current: where the state is now; None before the first start.
+        is_running: whether `current` still trains, so that keeping it costs nothing.
+        outlook: what is expected.
+
+    Raises:
+        ConfigError: nothing fits into the devices' memory.
+    """
+    outlook = outlook or Outlook()
+    fitting = found.fastest(cluster.memory_bytes)
+    if not fitting:
+        raise ConfigError(_nothing_fits(cluster, found, devices))
+    kept = [
+        index
+        for index in fitting
+        if current is not None and found.strategies[index].layout == current.layout
+    ]
+    sizes = StateSizes.of(model)
+    weighing = _Weighing(
+        sizes, model.num_layers, cluster, devices, current, is_running, outlook.restart_s
+    )
+    options = [
+        weighing.option(found, index)
+        for index in dict.fromkeys((*fitting[:_MOST_OPTIONS], *kept[:1]))
+    ]
+    ranked = sorted(options, key=lambda option: (-option.steps(outlook), option.moved_bytes))
     best = ranked[0]
-    rejected.extend((str(other), _slower(best, other, limits)) for other in ranked[1:])
-    return Decision(best, _reason(best, num_devices, limits), tuple(rejected))
-
-
-def allowed_layouts(
-    limits: ModelLimits, layouts: Sequence[str] | None, max_devices: int
-) -> tuple[ParallelLayout, ...]:
-    """One layout for every way of splitting the model that the policy allows.
-
-    What has to be the same in all of them, such as a padded size, can be derived from these.
-    """
-    found = [
-        next(_smallest(pattern, limits), None)
-        for pattern in _patterns(layouts, limits, max_devices)
-    ]
-    return tuple(layout for layout in found if layout is not None)
-
-
-def _patterns(
-    layouts: Sequence[str] | None, limits: ModelLimits, num_devices: int
-) -> list[LayoutPattern]:
-    if layouts is not None:
-        return [LayoutPattern.parse(text) for text in layouts]
-    sizes = range(1, num_devices + 1)
-    # TP above the number of query groups gathers keys and values in every step: never chosen alone.
-    return [
-        LayoutPattern(f"TP{tp},PP{pp}", tp=tp, pp=pp)
-        for tp in sizes
-        if limits.num_heads % tp == 0 and limits.num_query_groups % tp == 0
-        for pp in sizes
-        if limits.num_layers % pp == 0 and tp * pp <= num_devices
-    ]
-
-
-def _fit(
-    pattern: LayoutPattern, num_devices: int, limits: ModelLimits
-) -> tuple[ParallelLayout | None, str]:
-    """The largest legal layout of the pattern, or None and the reason."""
-    pinned, one = pattern.data_parallel, pattern.replica_size
-    if pinned is not None and pinned * one != num_devices:
-        return None, f"is pinned to {pinned * one} devices"
-    if one > num_devices:
-        return None, f"needs {one} devices"
-    sizes = [pinned] if pinned is not None else range(num_devices // one, 0, -1)
-    first = ""
-    for size in sizes:
-        try:
-            layout = pattern.sized(size)
-        except LayoutError as error:
-            first = first or str(error)
-            continue
-        broken = next(_broken_rules(layout, limits), None)
-        if broken is None:
-            return layout, ""
-        first = first or broken
-    return None, first
-
-
-def _broken_rules(layout: ParallelLayout, limits: ModelLimits) -> Iterator[str]:
-    if limits.num_heads % layout.tp:
-        yield f"{limits.num_heads} attention heads do not divide by TP{layout.tp}"
-    if limits.num_query_groups % layout.tp and layout.tp % limits.num_query_groups:
-        yield (
-            f"{limits.num_query_groups} query groups are neither a multiple nor a divisor of "
-            f"TP{layout.tp}"
-        )
-    if layout.vpp > 1 and layout.pp == 1:
-        yield f"VPP{layout.vpp} needs more than one pipeline stage"
-    stages = layout.pp * layout.vpp
-    if layout.stage_layers is None and limits.num_layers % stages:
-        yield f"{limits.num_layers} layers do not divide into {stages} pipeline parts"
-    if layout.stage_layers is not None and sum(layout.stage_layers) != limits.num_layers:
-        yield f"stages of {layout.stage_layers} layers do not make {limits.num_layers} layers"
-    yield from _broken_batch_rules(layout, limits)
-
-
-def _broken_batch_rules(layout: ParallelLayout, limits: ModelLimits) -> Iterator[str]:
-    micro = layout.micro_batch_size or limits.micro_batch_size
-    per_step = micro * layout.dp
-    if limits.global_batch_size % per_step:
-        yield (
-            f"global batch {limits.global_batch_size} does not divide by micro batch "
-            f"{micro} x DP{layout.dp}"
-        )
-    elif layout.vpp > 1 and _micro_batches(layout, limits) % layout.pp:
-        yield (
-            f"{_micro_batches(layout, limits)} micro batches do not divide by PP{layout.pp}, "
-            f"as VPP{layout.vpp} needs"
-        )
-
-
-def _micro_batches(layout: ParallelLayout, limits: ModelLimits) -> int:
-    micro = layout.micro_batch_size or limits.micro_batch_size
-    return limits.global_batch_size // (micro * layout.dp)
-
-
-def _bubble(layout: ParallelLayout, limits: ModelLimits) -> float:
-    """Idle time of a pipeline stage, as a fraction of its busy time."""
-    return (layout.pp - 1) / (_micro_batches(layout, limits) * layout.vpp)
-
-
-def _merit(
-    layout: ParallelLayout, limits: ModelLimits, current: ParallelLayout | None
-) -> tuple[int, float, int, bool, str]:
-    keeps = current is not None and (layout.tp, layout.pp, layout.vpp) == (
-        current.tp,
-        current.pp,
-        current.vpp,
+    for option in ranked[1:]:
+        stays = current is not None and option.strategy.layout == current.layout
+        if stays and best.steps(outlook) < option.steps(outlook) * (1 + outlook.least_gain):
+            best = option
+            break
+    others = tuple(
+        (option, _why_not(option, best, outlook)) for option in ranked if option is not best
     )
-    return (-layout.world_size, _bubble(layout, limits), layout.tp, not keeps, str(layout))
+    return Choice(best, _reason(best, devices, outlook), others[:5])
 
 
-def _reason(layout: ParallelLayout, num_devices: int, limits: ModelLimits) -> str:
-    return (
-        f"{layout} uses {layout.world_size} of {num_devices} devices, "
-        f"pipeline bubble {_bubble(layout, limits):.1%}"
+@dataclass(frozen=True, slots=True)
+class _Weighing:
+    """What the move to any strategy is counted with; see `decide`."""
+
+    sizes: StateSizes
+    num_layers: int
+    cluster: ClusterProfile
+    devices: Mapping[str, tuple[int, ...]]
+    current: Placement | None
+    is_running: bool
+    restart_s: float
+
+    def option(self, found: Evaluated, index: int) -> Option:
+        """One strategy with its move."""
+        strategy = found.strategies[index]
+        ranks = place_ranks(strategy.layout, self.devices)
+        arriving = self._arriving(strategy, ranks)
+        move_s = 0.0 if arriving is None else self.restart_s + self._seconds(arriving)
+        return Option(
+            strategy,
+            ranks,
+            float(found.step_s[index]),
+            float(found.memory_bytes[index]),
+            sum((arriving or {}).values()),
+            move_s,
+        )
+
+    def _arriving(
+        self, strategy: Strategy, ranks: tuple[tuple[str, int], ...]
+    ) -> dict[str, float] | None:
+        """Bytes that each node has to receive; None where nothing changes."""
+        if self.current is None or (self.is_running and strategy.layout == self.current.layout):
+            return None
+        nodes = {rank: node for rank, (node, _) in enumerate(ranks)}
+        target = Placement(strategy.layout, nodes, is_sharded=strategy.zero_stage > 0)
+        return bytes_to_move(self.sizes, self.num_layers, self.current, target)
+
+    def _seconds(self, arriving: Mapping[str, float]) -> float:
+        """The node that waits longest; every device's share of the network carries its own."""
+        rate = self.cluster.network_bandwidth * self.cluster.network_efficiency
+        return max(nbytes / (rate * len(self.devices[node])) for node, nbytes in arriving.items())
+
+
+def _reason(best: Option, devices: Mapping[str, tuple[int, ...]], outlook: Outlook) -> str:
+    total = sum(map(len, devices.values()))
+    text = (
+        f"predicted {best.step_s:.3g} s per step and {best.memory_bytes / 1e9:.3g} GB per device "
+        f"on {best.strategy.layout.world_size} of {total} devices"
     )
+    if best.move_s:
+        text += (
+            f"; {best.moved_bytes / 1e9:.3g} GB move between nodes, {best.steps(outlook):.0f} "
+            f"steps in the next {outlook.next_change_s:.0f} s"
+        )
+    return text
 
 
-def _slower(best: ParallelLayout, other: ParallelLayout, limits: ModelLimits) -> str:
-    if other.world_size < best.world_size:
-        return f"uses {other.world_size} devices instead of {best.world_size}"
-    ours, theirs = _bubble(best, limits), _bubble(other, limits)
+def _why_not(option: Option, best: Option, outlook: Outlook) -> str:
+    ours, theirs = best.steps(outlook), option.steps(outlook)
     if theirs > ours:
-        return f"pipeline bubble {theirs:.1%} instead of {ours:.1%}"
-    if other.tp > best.tp:
-        return f"splits tensors over {other.tp} devices instead of {best.tp}"
-    return f"equal to {best}"
+        return f"gains only {theirs / ours - 1:.1%} over the layout that runs"
+    if option.step_s < best.step_s:
+        return f"is faster, but moves {option.moved_bytes / 1e9:.3g} GB first"
+    return f"{option.step_s / best.step_s - 1:.1%} slower per step"
 
 
-def _nothing_fits(
-    num_devices: int,
-    limits: ModelLimits,
-    layouts: Sequence[str] | None,
-    rejected: Sequence[tuple[str, str]],
-) -> str:
-    reasons = "; ".join(f"{layout}: {why}" for layout, why in rejected) or "no layout is allowed"
-    fits = [
-        layout
-        for pattern in _patterns(layouts, limits, limits.num_heads * limits.num_layers)
-        for layout in _smallest(pattern, limits)
-    ]
-    problem = f"no allowed layout fits {num_devices} devices ({reasons})"
-    if not fits:
+def _nothing_legal(job: Job, total: int, illegal: Sequence[tuple[str, str]]) -> str:
+    reasons = "; ".join(f"{pattern}: {why}" for pattern, why in illegal)
+    problem = f"no allowed layout fits {total} devices ({reasons or 'none is legal'})"
+    fit = smallest_world(job)
+    if fit is None:
         return f"{problem}; none would fit any other number"
-    fit = min(fits, key=lambda layout: _merit_of_size(layout, limits))
     return f"{problem}; {fit} would fit {fit.world_size}"
 
 
-def _smallest(pattern: LayoutPattern, limits: ModelLimits) -> Iterator[ParallelLayout]:
-    """The smallest legal layout of the pattern, if any."""
-    pinned = pattern.data_parallel
-    for size in [pinned] if pinned is not None else range(1, limits.global_batch_size + 1):
-        layout, _ = _fit(replace(pattern, data_parallel=size), pattern.replica_size * size, limits)
-        if layout is not None:
-            yield layout
-            return
-
-
-def _merit_of_size(layout: ParallelLayout, limits: ModelLimits) -> tuple[int, float, int, str]:
-    return (layout.world_size, _bubble(layout, limits), layout.tp, str(layout))
+def _nothing_fits(
+    cluster: ClusterProfile, found: Evaluated, devices: Mapping[str, tuple[int, ...]]
+) -> str:
+    total = sum(map(len, devices.values()))
+    if not len(found):
+        return f"no layout can train the model on {total} devices; check heads, layers and batch"
+    index = int(found.memory_bytes.argmin())
+    needed, limit = found.memory_bytes[index] / 1e9, cluster.memory_bytes / 1e9
+    return (
+        f"none of {len(found)} strategies on {total} devices fits {limit:.3g} GB: the smallest, "
+        f"{found.strategies[index].layout}, is predicted to need {needed:.3g} GB and is "
+        f"{needed - limit:.3g} GB short; use more devices or recompute more, or correct the limit "
+        "(memory_bytes of the cluster's profile, planner.memory_gb of a policy)"
+    )

@@ -17,6 +17,7 @@ from tenplex_megatron.cli.main import main as tenplex
 
 HERE = Path(__file__).parent
 POLICY = """
+device: cpu
 snapshot: {{every_steps: 2}}
 layouts: ["TP2,PP2", "TP1,PP1,DP3", "TP1,PP1,DP2", "TP1,PP1,DP1"]
 timeouts: {{rendezvous_s: 60, stop_s: 5}}

@@ -30,7 +30,7 @@ def only_sentence(job: Job, code: int) -> str:
 @pytest.mark.parametrize("static", [False, True], ids=["c10d", "static"])
 def test_a_node_that_does_not_come_is_missed_in_one_sentence(job: Job, *, static: bool) -> None:
     job.static = static
-    job.policy.write_text("timeouts: {rendezvous_s: 5}")
+    job.policy.write_text("{device: cpu, timeouts: {rendezvous_s: 5}}")
     job.start("1", "0", "train", nodes="a", per_node=2, at_least=2, flags=("--nnodes=2",))
     said = only_sentence(job, 1)
     assert said.startswith(f"1 of 2 nodes came to localhost:{job.port} within 5 s; start tenplex")
@@ -38,7 +38,7 @@ def test_a_node_that_does_not_come_is_missed_in_one_sentence(job: Job, *, static
 
 
 def test_a_refused_layout_leaves_no_store(job: Job) -> None:
-    job.policy.write_text("layouts: ['TP8,PP8']")
+    job.policy.write_text("{device: cpu, layouts: ['TP8,PP8']}")
     job.start("1", "0", "train", nodes="a", per_node=1)
     assert "no allowed layout fits 1 devices" in only_sentence(job, 2)
 

@@ -10,7 +10,8 @@ from tenplex_megatron.cli.run import parse_options
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.elastic.launch import run_node
 from tenplex_megatron.errors import ConfigError, StoreError, TenplexError
-from tenplex_megatron.planner.choose import ModelLimits
+from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.strategy import Strategy
 
 
 class ToyArguments(ArgumentAdapter):
@@ -22,8 +23,22 @@ class ToyArguments(ArgumentAdapter):
         "tenplex_megatron.store.shared",
     )
 
-    def limits(self, argv: Sequence[str]) -> ModelLimits:
-        return ModelLimits(8, 8, 8, 840, 1)
+    def profile(self, argv: Sequence[str], *, is_rough: bool = False) -> ModelProfile:
+        return ModelProfile(
+            num_layers=8,
+            hidden_size=64,
+            num_heads=8,
+            num_query_groups=8,
+            head_size=8,
+            ffn_size=256,
+            seq_length=32,
+            vocab_size=256,
+        )
+
+    def strategy(self, argv: Sequence[str]) -> Strategy:
+        return Strategy(
+            layout=ParallelLayout(micro_batch_size=1), global_batch_size=840, precision="fp32"
+        )
 
     def layout_arguments(
         self, argv: Sequence[str], layout: ParallelLayout, allowed: Sequence[ParallelLayout]

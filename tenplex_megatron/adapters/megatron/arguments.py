@@ -5,8 +5,6 @@ imported, so that a launcher can ask before any worker exists.
 """
 
 import argparse
-import ast
-import contextlib
 import hashlib
 import json
 import math
@@ -14,10 +12,11 @@ from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
 from tenplex_megatron.adapters.base import ArgumentAdapter
+from tenplex_megatron.adapters.megatron.described import described_model, described_strategy
+from tenplex_megatron.adapters.megatron.flags import by_flag, job_parser, read_flags
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.choose import ModelLimits
-from tenplex_megatron.planner.profile import LatentAttention, ModelProfile
+from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.strategy import Precision, Strategy
 
 __all__ = ["MegatronArguments"]
@@ -93,16 +92,6 @@ CPU_FLAGS = (
 )
 """Flags that keep Megatron on operations that exist without CUDA."""
 
-OTHER_MODELS = (
-    "--hybrid-layer-pattern",
-    "--hybrid-override-pattern",
-    "--heterogeneous-layers-config-path",
-    "--heterogeneous-layers-config-encoded-json",
-    "--experimental-attention-variant",
-    "--mtp-num-layers",
-)
-"""Flags of models whose layers differ in other ways than `ModelProfile` can say."""
-
 PRECISION_FLAGS: Mapping[Precision, tuple[str, ...]] = {
     "fp32": (),
     "fp16": ("--fp16",),
@@ -139,24 +128,21 @@ class MegatronArguments(ArgumentAdapter):
         "tenplex_megatron.elastic.session",
     )
 
-    def limits(self, argv: Sequence[str]) -> ModelLimits:
-        """See `ArgumentAdapter.limits`."""
-        found = _parse(argv)
-        heads = _required(found.num_attention_heads, "--num-attention-heads")
-        groups = found.num_query_groups if found.group_query_attention else heads
-        return ModelLimits(
-            num_layers=_required(found.num_layers, "--num-layers"),
-            num_heads=heads,
-            num_query_groups=groups,
-            global_batch_size=_required(found.global_batch_size, "--global-batch-size"),
-            micro_batch_size=_required(found.micro_batch_size, "--micro-batch-size"),
-        )
+    def profile(self, argv: Sequence[str], *, is_rough: bool = False) -> ModelProfile:
+        """See `ArgumentAdapter.profile`."""
+        return described_model(argv, is_rough=is_rough)
+
+    def strategy(self, argv: Sequence[str]) -> Strategy:
+        """See `ArgumentAdapter.strategy`."""
+        _check_flags(argv)
+        return described_strategy(argv)
 
     def layout_arguments(
         self, argv: Sequence[str], layout: ParallelLayout, allowed: Sequence[ParallelLayout]
     ) -> list[str]:
         """See `ArgumentAdapter.layout_arguments`; argparse takes the last of equal flags."""
-        found = _parse(argv)
+        _check_flags(argv)
+        found = read_flags(job_parser(), argv)
         divisor = _vocab_divisor(found, layout, allowed)
         return [*_layout_flags(layout), f"--make-vocab-size-divisible-by={divisor}"]
 
@@ -196,63 +182,6 @@ class MegatronArguments(ArgumentAdapter):
                 flags.append("--overlap-param-gather")
         return flags
 
-    def profile(self, argv: Sequence[str]) -> ModelProfile:
-        """The model these flags describe, whatever they say about its layout.
-
-        The vocabulary is padded as for one tensor-parallel rank, unless its padded size is given.
-
-        Raises:
-            ConfigError: a size is missing, or there are other kinds of layers.
-        """
-        for flag in _by_flag(argv):
-            if flag in OTHER_MODELS:
-                raise ConfigError(
-                    f"{flag}: no profile is known of such a model; expected a decoder whose layers "
-                    "are alike, or dense first and with experts then"
-                )
-        found = _read(_model_parser(), argv)
-        layers, hidden, heads, sequence = (
-            _required(vars(found)[name.replace("-", "_")], f"--{name}")
-            for name in ("num-layers", "hidden-size", "num-attention-heads", "seq-length")
-        )
-        latent = _latent_attention(found) if found.multi_latent_attention else None
-        if latent is None and found.kv_channels is None and hidden % heads:
-            raise ConfigError(
-                f"--hidden-size {hidden} does not divide by --num-attention-heads {heads}; "
-                "add --kv-channels N"
-            )
-        is_gated = found.swiglu or found.quick_geglu
-        # Megatron's default: as many parameters as a plain MLP of 4 x hidden, in multiples of 64.
-        wide = int(4 * hidden * 2 / 3 / 64) * 64 if found.swiglu else 4 * hidden
-        ffn = found.ffn_hidden_size or wide
-        is_rotary = found.use_rotary_position_embeddings
-        return ModelProfile(
-            num_layers=layers,
-            hidden_size=hidden,
-            num_heads=heads,
-            num_query_groups=found.num_query_groups if found.group_query_attention else heads,
-            head_size=found.qk_head_dim if latent else found.kv_channels or hidden // heads,
-            ffn_size=ffn,
-            seq_length=sequence,
-            vocab_size=_vocab_rows(found),
-            pads_vocab=found.padded_vocab_size is None and not found.no_pad_vocab_size,
-            is_gated=is_gated,
-            has_bias=not found.disable_bias_linear,
-            has_learned_positions=found.position_embedding_type == "learned_absolute"
-            and not is_rotary,
-            is_tied=not found.untie_embeddings_and_output_weights,
-            has_rms_norm=found.normalization == "RMSNorm",
-            dropout=max(found.attention_dropout, found.hidden_dropout) > 0,
-            num_experts=found.num_experts or 0,
-            experts_per_token=found.moe_router_topk if found.num_experts else 1,
-            expert_ffn_size=(found.moe_ffn_hidden_size or ffn) if found.num_experts else 0,
-            shared_expert_ffn_size=found.moe_shared_expert_intermediate_size or 0,
-            num_dense_layers=_dense_layers(found.moe_layer_freq, layers)
-            if found.num_experts
-            else 0,
-            latent=latent,
-        )
-
     def device_arguments(self, device: str) -> list[str]:
         """See `ArgumentAdapter.device_arguments`."""
         return list(CPU_FLAGS) if device == "cpu" else []
@@ -264,27 +193,10 @@ class MegatronArguments(ArgumentAdapter):
         """
         kept = {
             flag: values
-            for flag, values in _by_flag(argv).items()
+            for flag, values in by_flag(argv).items()
             if not any(fnmatchcase(flag, pattern) for pattern in SAME_TRAINING)
         }
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _by_flag(argv: Sequence[str]) -> dict[str, list[str]]:
-    """The values of every flag; the last of equal flags counts, as in argparse.
-
-    >>> _by_flag(["--lr", "1", "--split=98,1,1", "--data-path", "0.5", "a", "--lr=2"])
-    {'--lr': ['2'], '--split': ['98,1,1'], '--data-path': ['0.5', 'a']}
-    """
-    found: dict[str, list[str]] = {}
-    values: list[str] = []
-    for token in argv:
-        if token.startswith("--"):
-            flag, equals, value = token.partition("=")
-            values = found[flag] = [value] if equals else []
-        else:
-            values.append(token)
-    return found
 
 
 def _vocab_divisor(
@@ -321,135 +233,12 @@ def _layout_flags(layout: ParallelLayout) -> list[str]:
     return flags
 
 
-def _vocab_rows(found: argparse.Namespace) -> int:
-    """Megatron's `vocab_size_with_padding` (core/tokenizers/utils/build_tokenizer.py) for TP1."""
-    if found.padded_vocab_size is not None:
-        return int(found.padded_vocab_size)
-    rows = _required(found.vocab_size, "--vocab-size")
-    divisor = 1 if found.no_pad_vocab_size else found.make_vocab_size_divisible_by
-    return int(math.ceil(rows / divisor) * divisor)
-
-
-def _latent_attention(found: argparse.Namespace) -> LatentAttention:
-    return LatentAttention(
-        query_rank=_required(found.q_lora_rank, "--q-lora-rank"),
-        key_value_rank=found.kv_lora_rank,
-        rope_head_size=found.qk_pos_emb_head_dim,
-        value_head_size=found.v_head_dim,
-    )
-
-
-def _dense_layers(frequency: str, num_layers: int) -> int:
-    """The leading layers without experts.
-
-    >>> _dense_layers("1", 4), _dense_layers("([0]*1+[1]*3)", 4)
-    (0, 1)
-
-    Raises:
-        ConfigError: the pattern makes other models.
-    """
-    with contextlib.suppress(SyntaxError, ValueError):
-        kinds = [1] * num_layers if frequency == "1" else _list(ast.parse(frequency, mode="eval"))
-        if len(kinds) == num_layers and kinds == sorted(kinds) and {1} <= set(kinds) <= {0, 1}:
-            return kinds.count(0)
-    raise ConfigError(
-        f"--moe-layer-freq {frequency}: expected 1, or a pattern of {num_layers} layers with the "
-        f"dense ones first such as ([0]*1+[1]*{num_layers - 1})"
-    )
-
-
-def _list(node: ast.AST) -> list[int]:
-    """The list that an expression of lists, + and * makes; Megatron evaluates it as Python."""
-    match node:
-        case ast.Expression(body=body):
-            return _list(body)
-        case ast.List(elts=parts):
-            return [int(ast.unparse(part)) for part in parts]
-        case ast.BinOp(left=left, op=ast.Add(), right=right):
-            return _list(left) + _list(right)
-        case ast.BinOp(left=left, op=ast.Mult(), right=ast.Constant(value=int(times))):
-            return _list(left) * times
-    raise ValueError(ast.unparse(node))
-
-
-def _parse(argv: Sequence[str]) -> argparse.Namespace:
-    for flag in _by_flag(argv):
+def _check_flags(argv: Sequence[str]) -> None:
+    for flag in by_flag(argv):
         if flag in REFUSED_FLAGS:
             raise ConfigError(
                 f"{flag}: not possible in a job whose layout changes; {REFUSED_FLAGS[flag]}"
             )
-    return _read(_job_parser(), argv)
-
-
-def _job_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False, exit_on_error=False)
-    for flag in ("layers", "attention-heads"):
-        parser.add_argument(f"--num-{flag}", type=int)
-    for flag in ("global", "micro"):
-        parser.add_argument(f"--{flag}-batch-size", type=int)
-    # These are Megatron's own defaults.
-    parser.add_argument("--num-query-groups", type=int, default=1)
-    parser.add_argument("--make-vocab-size-divisible-by", type=int, default=128)
-    parser.add_argument("--padded-vocab-size", type=int)
-    parser.add_argument("--group-query-attention", action="store_true")
-    return parser
-
-
-def _model_parser() -> argparse.ArgumentParser:
-    """All that decides the shape of a model, with Megatron's own defaults."""
-    parser = _job_parser()
-    for flag in (
-        *("hidden-size", "kv-channels", "ffn-hidden-size", "seq-length", "vocab-size"),
-        *("moe-ffn-hidden-size", "moe-shared-expert-intermediate-size", "num-experts"),
-    ):
-        parser.add_argument(f"--{flag}", type=int)
-    for flag in ("attention", "hidden"):
-        parser.add_argument(f"--{flag}-dropout", type=float, default=0.1)
-    for flag in (
-        *("swiglu", "quick-geglu", "disable-bias-linear", "untie-embeddings-and-output-weights"),
-        *("use-rotary-position-embeddings", "no-pad-vocab-size", "multi-latent-attention"),
-    ):
-        parser.add_argument(f"--{flag}", action="store_true")
-    parser.add_argument("--moe-router-topk", type=int, default=2)
-    parser.add_argument("--moe-layer-freq", default="1")
-    parser.add_argument("--q-lora-rank", type=int)
-    parser.add_argument("--kv-lora-rank", type=int, default=32)
-    parser.add_argument("--qk-pos-emb-head-dim", type=int, default=64)
-    for flag in ("qk-head-dim", "v-head-dim"):
-        parser.add_argument(f"--{flag}", type=int, default=128)
-    parser.add_argument("--normalization", default="LayerNorm")
-    parser.add_argument("--position-embedding-type", default="learned_absolute")
-    return parser
-
-
-def _read(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse.Namespace:
-    """The flags `parser` knows.
-
-    Raises:
-        ConfigError: a value is of the wrong kind, or a count is below 1.
-    """
-    try:
-        found, _ = parser.parse_known_args(list(argv))
-    except argparse.ArgumentError as error:
-        raise ConfigError(f"the training script's flags: {error}") from error
-    for name, value in vars(found).items():
-        # No experts is how some scripts ask for a dense model.
-        least = 0 if name == "num_experts" else 1
-        if isinstance(value, int) and not isinstance(value, bool) and value < least:
-            flag = f"--{name.replace('_', '-')}"
-            raise ConfigError(
-                f"the training script's flags: {flag}: expected from {least}, got {value}"
-            )
-    return found
-
-
-def _required(value: int | None, flag: str) -> int:
-    if value is None:
-        raise ConfigError(
-            f"{flag} is missing from the training script's flags; the layouts that can exist "
-            f"depend on it: add {flag} N"
-        )
-    return value
 
 
 def _stages(layout: ParallelLayout) -> str:

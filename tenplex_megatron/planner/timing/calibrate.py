@@ -5,10 +5,11 @@ one odd row never wrecks one. Residuals are logarithms of predicted over measure
 a soft absolute value. Deterministic.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.cluster import ClusterProfile
@@ -65,8 +66,9 @@ CONSTANTS = (
 """What differs between machines and software stacks, with the range it can have."""
 
 _ROUNDS = 40
-_STEP = 1e-4
-"""Difference of logarithms for slopes, and below which a move ends the search."""
+_INSIDE = 0.01
+"""Standard deviations between the start and the bounds, on which an interior search stands still.
+"""
 _LOSS_SCALE = 0.08
 """Relative error from which a row counts less than its square."""
 _ROW_NOISE = 0.1
@@ -95,75 +97,33 @@ def calibrate(
         raise ConfigError(f"calibration of {cluster.name}: expected at least one row, got none")
     candidates = Candidates.of_pairs([(row.model, row.strategy) for row in rows])
     measured_s = np.array([row.step_s for row in rows])
+    errors = np.log(predict_times(cluster, candidates).step_s / measured_s)
+    far = float(np.median(np.abs(errors))) / _TRUSTED if len(rows) >= _ROWS_FOR_A_MEDIAN else 1.0
+    spreads = max(1.0, far) * np.array([constant.spread for constant in constants])
+    noise = _ROW_NOISE * np.sqrt(max(1.0, len(rows) / _INDEPENDENT_ROWS))
     names = [constant.name for constant in constants]
     low, high = (np.log([getattr(c, end) for c in constants]) for end in ("lowest", "highest"))
-    known = np.array([max(getattr(cluster, c.name), c.lowest) for c in constants])
-    start = np.clip(np.log(known), low, high)
-    spreads = np.array([constant.spread for constant in constants])
-    errors = np.log(predict_times(cluster, candidates).step_s / measured_s)
-    if len(rows) >= _ROWS_FOR_A_MEDIAN:
-        spreads = spreads * max(1.0, float(np.median(np.abs(errors))) / _TRUSTED)
-    noise = _ROW_NOISE * np.sqrt(max(1.0, len(rows) / _INDEPENDENT_ROWS))
+    known = np.log([max(getattr(cluster, c.name), c.lowest) for c in constants])
+    start = np.clip(known, low, high)
 
     def moved(point: Array) -> ClusterProfile:
-        return replace(cluster, **dict(zip(names, np.exp(point).tolist(), strict=True)))
+        """Constants `point` standard deviations of their priors away from the profile's."""
+        values = np.exp(start + spreads * point)
+        return replace(cluster, **dict(zip(names, values.tolist(), strict=True)))
 
     def residuals(point: Array) -> Array:
-        """Errors of the rows, then of the priors, in standard deviations."""
+        """Errors of the rows, damped, then of the priors, in standard deviations."""
         errors = np.log(predict_times(moved(point), candidates).step_s / measured_s)
-        return np.concatenate([errors / noise, (point - start) / spreads])
+        return np.concatenate([_damped(errors) / noise, point])
 
-    loss = _SoftLoss(len(rows), _LOSS_SCALE / noise)
-    return moved(_least(residuals, start, (low, high), loss))
-
-
-@dataclass(frozen=True, slots=True)
-class _SoftLoss:
-    """Squares of small errors, absolute values of large ones; priors are squared."""
-
-    rows: int
-    knee: float
-    """The error, in standard deviations, from which it counts as absolute value."""
-
-    def total(self, values: Array) -> float:
-        soft = 2.0 * self.knee**2 * (np.hypot(1.0, values[: self.rows] / self.knee) - 1.0)
-        return float(np.sum(soft) + np.sum(values[self.rows :] ** 2))
-
-    def weights(self, values: Array) -> Array:
-        """What each square counts, so that the squares have the slope of the loss."""
-        weights = np.ones_like(values)
-        weights[: self.rows] = 1.0 / np.hypot(1.0, values[: self.rows] / self.knee)
-        return weights
+    bounds = (low - start) / spreads, (high - start) / spreads
+    inside = np.clip(np.zeros(len(start)), bounds[0] + _INSIDE, bounds[1] - _INSIDE)
+    return moved(least_squares(residuals, inside, bounds=bounds, max_nfev=_ROUNDS).x)
 
 
-def _least(
-    residuals: Callable[[Array], Array],
-    start: Array,
-    bounds: tuple[Array, Array],
-    loss: _SoftLoss,
-) -> Array:
-    """The point of least loss: Gauss-Newton on reweighted squares, damped after Levenberg.
+def _damped(errors: Array) -> Array:
+    """Errors whose squares are those of small errors and grow linearly with large ones.
 
-    Steps are clipped to the bounds. Nothing is random: equal rows give equal constants.
+    Squared, this is the loss that scipy calls `soft_l1`, which there would damp the priors too.
     """
-    point, damping = start, 1e-3
-    values = residuals(point)
-    for _ in range(_ROUNDS):
-        steps = _STEP * np.eye(len(point))
-        slopes = np.stack([residuals(point + step) - values for step in steps], axis=1) / _STEP
-        weights = loss.weights(values)
-        normal = slopes.T @ (weights[:, None] * slopes)
-        downhill = -slopes.T @ (weights * values)
-        step = np.linalg.solve(normal + damping * np.diag(np.diag(normal)), downhill)
-        candidate = np.clip(point + step, *bounds)
-        found = residuals(candidate)
-        if loss.total(found) < loss.total(values):
-            is_still = np.max(np.abs(candidate - point)) < _STEP
-            point, values, damping = candidate, found, max(damping / 5.0, 1e-6)
-            if is_still:
-                break
-        elif damping > 1e6:
-            break
-        else:
-            damping *= 10.0
-    return point
+    return errors * np.sqrt(2.0 / (1.0 + np.hypot(1.0, errors / _LOSS_SCALE)))

@@ -11,7 +11,6 @@ import pytest
 from tenplex_megatron.adapters.megatron.arguments import REFUSED_FLAGS, MegatronArguments
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.choose import ModelLimits
 
 ARGUMENTS = MegatronArguments()
 MODEL = [
@@ -29,13 +28,17 @@ def appended(text: str, *extra: str) -> list[str]:
 
 def test_both_spellings_say_the_same() -> None:
     apart = [part for flag in MODEL for part in flag.split("=")]
-    expected = ModelLimits(8, 16, 16, 32, 2)
-    assert ARGUMENTS.limits(MODEL) == ARGUMENTS.limits(apart) == expected
+    found = ARGUMENTS.profile(MODEL, is_rough=True)
+    assert found == ARGUMENTS.profile(apart, is_rough=True)
+    assert (found.num_layers, found.num_heads, found.num_query_groups) == (8, 16, 16)
+    assert ARGUMENTS.strategy(MODEL) == ARGUMENTS.strategy(apart)
+    assert ARGUMENTS.strategy(MODEL).global_batch_size == 32
+    assert ARGUMENTS.strategy(MODEL).micro_batch_size == 2
     assert ARGUMENTS.identity(MODEL) == ARGUMENTS.identity(apart)
 
 
 def test_the_last_of_equal_flags_counts_as_in_megatron() -> None:
-    assert ARGUMENTS.limits([*MODEL, "--num-layers", "4"]).num_layers == 4
+    assert ARGUMENTS.profile([*MODEL, "--num-layers", "4"], is_rough=True).num_layers == 4
 
 
 @pytest.mark.parametrize(
@@ -48,27 +51,28 @@ def test_the_last_of_equal_flags_counts_as_in_megatron() -> None:
     ],
 )
 def test_query_groups_count_only_with_their_switch(flags: list[str], groups: int) -> None:
-    assert ARGUMENTS.limits([*MODEL, *flags]).num_query_groups == groups
+    assert ARGUMENTS.profile([*MODEL, *flags], is_rough=True).num_query_groups == groups
 
 
-@pytest.mark.parametrize("number", range(4))
+@pytest.mark.parametrize("number", range(len(MODEL)))
 def test_a_missing_size_is_named(number: int) -> None:
     left = MODEL[:number] + MODEL[number + 1 :]
     flag = MODEL[number].split("=")[0]
+    read = ARGUMENTS.strategy if "batch" in flag else ARGUMENTS.profile
     with pytest.raises(ConfigError, match=f"^{flag} is missing .* add {flag} N$"):
-        ARGUMENTS.limits(left)
+        read(left)
 
 
 @pytest.mark.parametrize("value", ["many", "0", "-2"])
 def test_a_size_that_is_no_count_is_named(value: str) -> None:
     with pytest.raises(ConfigError, match=rf"--num-layers.*{value}"):
-        ARGUMENTS.limits([*MODEL, f"--num-layers={value}"])
+        ARGUMENTS.profile([*MODEL, f"--num-layers={value}"], is_rough=True)
 
 
 @pytest.mark.parametrize("flag", REFUSED_FLAGS)
 def test_a_flag_that_would_fix_the_layout_is_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}: not possible in a job whose layout changes"):
-        ARGUMENTS.limits([*MODEL, f"{flag}=2"])
+        ARGUMENTS.strategy([*MODEL, f"{flag}=2"])
 
 
 @pytest.mark.parametrize(

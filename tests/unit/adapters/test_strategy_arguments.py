@@ -3,11 +3,13 @@
 That Megatron reads them the same way is shown end to end, by its own validation.
 """
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
-from tenplex_megatron.adapters.megatron.arguments import OTHER_MODELS, MegatronArguments
+from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
+from tenplex_megatron.adapters.megatron.described import OTHER_MODELS, described_strategy
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.profile import LatentAttention
@@ -97,6 +99,35 @@ def test_heads_of_no_whole_size_are_refused_unless_given() -> None:
 def test_a_model_of_another_kind_is_refused(flag: str) -> None:
     with pytest.raises(ConfigError, match=f"^{flag}: no profile is known"):
         ARGUMENTS.profile([*MODEL, flag])
+    assert ARGUMENTS.profile([*MODEL, flag], is_rough=True) == ARGUMENTS.profile(MODEL)
+
+
+def test_a_rough_profile_takes_an_unknown_vocabulary_for_a_usual_one() -> None:
+    without = [flag for flag in MODEL if "--vocab-size" not in flag]
+    assert len(without) < len(MODEL)
+    with pytest.raises(ConfigError, match=r"^--vocab-size is missing"):
+        ARGUMENTS.profile(without)
+    rough = ARGUMENTS.profile(without, is_rough=True)
+    assert replace(rough, vocab_size=0) == replace(ARGUMENTS.profile(MODEL), vocab_size=0)
+    assert rough.vocab_size == 50304
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        *({"zero_stage": stage} for stage in range(4)),
+        *({"precision": kind} for kind in ("fp32", "fp16", "bf16", "fp8")),
+        *({"recompute": kind} for kind in ("none", "selective", "full")),
+        {"recompute": "full", "recompute_layers": 3},
+        {"is_flash": False, "overlaps_gradients": False, "loss_fusion": "native"},
+        {"sequence_parallel": True, "overlaps_tensor_parallel": True},
+    ],
+)
+def test_flags_say_the_strategy_they_were_written_for(changes: dict[str, Any]) -> None:
+    layout = ParallelLayout(tp=2, micro_batch_size=3)
+    strategy = Strategy(layout=layout, global_batch_size=24, **changes)
+    described = described_strategy([*MODEL, *ARGUMENTS.strategy_arguments(strategy)])
+    assert described == replace(strategy, layout=ParallelLayout(micro_batch_size=3))
 
 
 @pytest.mark.parametrize(

@@ -11,15 +11,12 @@ from tenplex_megatron.elastic.membership import (
     Ledger,
     NextGeneration,
     NodeReport,
-    Rules,
     decide,
 )
 from tenplex_megatron.elastic.requests import post_request, read_answer
-from tenplex_megatron.planner.choose import ModelLimits
+from tests.unit.elastic.jobs import small_job
 
-RULES = Rules(
-    ElasticPolicy(layouts=("TP2,PP2", "TP1,PP1,DP3")), ModelLimits(8, 8, 8, 24, micro_batch_size=1)
-)
+RULES = small_job(ElasticPolicy(layouts=("TP2,PP2", "TP1,PP1,DP3")))
 REPORTS = [NodeReport("a", 4), NodeReport("b", 4)]
 
 

@@ -5,7 +5,8 @@ from typing import Any
 
 import pytest
 
-from tenplex_megatron.config import ElasticPolicy
+from tenplex_megatron.config import ElasticPolicy, parse_policy
+from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.elastic.membership import (
     Change,
     Ending,
@@ -13,6 +14,7 @@ from tenplex_megatron.elastic.membership import (
     NextGeneration,
     NodeReport,
     Rules,
+    StepTime,
     WorkerExit,
     check_target,
     culprits,
@@ -28,17 +30,16 @@ from tenplex_megatron.elastic.messages import (
     load_report,
 )
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.choose import ModelLimits
 from tenplex_megatron.store.base import RankSnapshot
+from tests.unit.elastic.jobs import small_job
 
-LIMITS = ModelLimits(8, 8, 8, 24, 1)
 LAYOUTS = ("TP2,PP2", "TP1,PP1,DP3", "TP1,PP1,DP6", "TP1,PP1,DP1")
 START = Change("start", "the job starts", 1.0, "a")
 FAILURE = Change("failure", "rank 1 died", 2.0, "a")
 
 
 def rules(**policy: Any) -> Rules:  # noqa: ANN401 - fields of the policy
-    return Rules(ElasticPolicy(**{"layouts": LAYOUTS, **policy}), LIMITS)
+    return small_job(ElasticPolicy(**{"layouts": LAYOUTS, **policy}))
 
 
 def held(
@@ -242,12 +243,57 @@ def test_a_script_that_fails_twice_before_the_first_snapshot_ends_the_job() -> N
 def test_a_schedule_that_can_not_be_kept_is_refused_at_the_start() -> None:
     with pytest.raises(ConfigError, match=r"schedule\.6: expected 1 to 8 devices"):
         decide(Ledger(), START, reports(), rules(schedule={6: 9}))
-    with pytest.raises(ConfigError, match=r"schedule\.6: no allowed layout fits 2"):
+    with pytest.raises(ConfigError, match=r"schedule\.6 contradicts layouts: no .* fits 2 devices"):
         decide(Ledger(), START, reports(), rules(schedule={6: 2}, layouts=("TP2,PP2",)))
 
 
+def test_a_contradiction_names_both_lines() -> None:
+    policy = parse_policy('layouts: ["TP2,PP2"]\nschedule:\n  6: 2\n', "p.yaml")
+    with pytest.raises(ConfigError) as caught:
+        decide(Ledger(), START, reports(), small_job(policy))
+    said = "schedule.6 (p.yaml, line 3) contradicts layouts (p.yaml, line 1): "
+    assert str(caught.value).startswith(said)
+
+
+def test_a_choice_says_what_it_predicts_and_why_not_the_others() -> None:
+    decision = go(started(4), FAILURE, died("a", 1, 1), layouts=("TP1", "TP2,PP2", "PP3"))
+    assert str(decision.layout) == "TP1,PP1,DP3"
+    assert decision.reason.startswith(f"predicted {decision.predicted_step_s:.3g} s per step and ")
+    assert dict(decision.rejected)["TP2,PP2"] == "needs 4 devices"
+
+
+def test_a_state_that_lies_elsewhere_counts_the_bytes_that_move() -> None:
+    ledger = replace(started(4), generation=1, layout=ParallelLayout(tp=2, pp=2))
+    decision = go(ledger, planned(8), version=6, layouts=("TP2,PP2",))
+    assert "GB move between nodes" in decision.reason
+    earlier = replace(ledger, generation=5)  # the snapshot is not of the last generation
+    assert "GB move" not in go(earlier, planned(8), version=6, layouts=("TP2,PP2",)).reason
+
+
+def test_a_prediction_that_nothing_fits_ends_no_job_that_runs() -> None:
+    small = replace(rules(), cluster=replace(rules().cluster, memory_bytes=1e3))
+    with pytest.raises(ConfigError, match=r"fits 1e-06 GB: the smallest, .* GB short"):
+        decide(Ledger(), START, reports(), small)
+    ledger = started(4)
+    assert isinstance(decide(ledger, FAILURE, reports(), small), NextGeneration)
+    with pytest.raises(ConfigError, match="GB short"):
+        check_target(4, {"a": 4}, small)
+
+
+def test_what_was_measured_changes_what_is_predicted() -> None:
+    first = go(Ledger(), START, layouts=("TP2,PP2",))
+    slow = StepTime(1, first.layout, 8, 10.0 * first.predicted_step_s)
+    seen = [replace(report, step_times=(slow,)) for report in reports()]
+    again = decide(Ledger(), START, seen, rules(layouts=("TP2,PP2",)))
+    assert isinstance(again, NextGeneration)
+    assert again.predicted_step_s > 2.0 * first.predicted_step_s
+    short = StepTime(1, first.layout, 4, first.predicted_step_s)
+    told = [replace(seen[0], step_times=(slow, short)), seen[1]]
+    assert decide(Ledger(), START, told, rules(layouts=("TP2,PP2",))) == again
+
+
 def test_a_target_is_checked_before_anything_stops() -> None:
-    assert check_target(3, {"a": 4}, rules()).layout.dp == 3
+    assert check_target(3, {"a": 4}, rules()).dp == 3
     with pytest.raises(ConfigError, match=r"expected 1 to 4 devices \(a: 4\), got 5"):
         check_target(5, {"a": 4}, rules())
 

@@ -1,117 +1,160 @@
-import itertools
+"""The layout that finishes most steps until the next change wins, moves and hysteresis included."""
 
+from dataclasses import replace
+
+import numpy as np
 import pytest
 
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.choose import (
-    LayoutPattern,
-    ModelLimits,
-    allowed_layouts,
-    choose,
+from tenplex_megatron.planner.choose import Outlook, decide
+from tenplex_megatron.planner.moves import Placement, StateSizes
+from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.search import Evaluated, search
+from tenplex_megatron.planner.strategy import Strategy
+from tests.unit.planner.clusters import A100
+
+GB = 1e9
+CLUSTER = A100
+MODEL = ModelProfile(
+    num_layers=32,
+    hidden_size=4096,
+    num_heads=32,
+    num_query_groups=32,
+    head_size=128,
+    ffn_size=16384,
+    seq_length=2048,
+    vocab_size=51200,
 )
-
-LIMITS = ModelLimits(
-    num_layers=8, num_heads=8, num_query_groups=4, global_batch_size=24, micro_batch_size=1
-)
+OUTLOOK = Outlook(next_change_s=1000.0, restart_s=10.0, least_gain=0.05)
 
 
-@pytest.mark.parametrize(
-    ("devices", "layout"),
-    [(8, "TP2,PP2,DP2"), (7, "TP2,PP2,DP1"), (4, "TP2,PP2,DP1"), (3, "TP1,PP1,DP3")],
-)
-def test_more_devices_come_first(devices: int, layout: str) -> None:
-    assert str(choose(devices, LIMITS, ["TP2,PP2", "TP1,PP1,DP3"]).layout) == layout
+def nodes(*counts: int) -> dict[str, tuple[int, ...]]:
+    return {f"n{number}": tuple(range(count)) for number, count in enumerate(counts)}
 
 
-def test_a_smaller_bubble_comes_second_and_a_smaller_tensor_axis_third() -> None:
-    assert choose(4, LIMITS, ["TP1,PP4", "TP2,PP2"]).layout == ParallelLayout(tp=2, pp=2)
-    assert choose(4, LIMITS, ["TP2,PP2,VPP2", "TP2,PP2"]).layout.vpp == 2
-    assert choose(4, LIMITS, ["TP4", "TP2"]).layout == ParallelLayout(tp=2, dp=2)
+def strategy(text: str) -> Strategy:
+    layout = replace(ParallelLayout.parse(text), micro_batch_size=1)
+    return Strategy(layout=layout, global_batch_size=64, zero_stage=1)
 
 
-def test_the_present_axes_break_a_tie() -> None:
-    layouts = ["TP2,PP2", "TP2,PP2,MBS1"]
-    for layout, other in itertools.permutations(layouts):
-        kept = choose(4, LIMITS, [other, layout], ParallelLayout.parse(layout))
-        assert kept.layout.tp == 2
+def evaluated(**seconds: float) -> Evaluated:
+    """Strategies such as TP2_PP1 with their step times, all of 1 GB."""
+    found = tuple(strategy(name.replace("_", ",")) for name in seconds)
+    return Evaluated(found, np.array(list(seconds.values())), np.full(len(found), GB))
 
 
-@pytest.mark.parametrize(
-    ("pattern", "why"),
-    [
-        ("TP3", "8 attention heads do not divide by TP3"),
-        ("PP3", "8 layers do not divide into 3 pipeline parts"),
-        ("VPP2", "VPP2 needs more than one pipeline stage"),
-        ("PP2,STAGES3-4", "stages of (3, 4) layers do not make 8 layers"),
-        ("MBS5", "global batch 24 does not divide by micro batch 5"),
-        ("TP2,PP8", "needs 16 devices"),
-        ("TP1,DP9", "is pinned to 9 devices"),
-        ("EP16", "expert axis of 16 does not divide"),
-    ],
-)
-def test_what_breaks_a_rule_is_rejected_with_the_rule(pattern: str, why: str) -> None:
-    decision = choose(8, LIMITS, [pattern, "TP1,PP1"])
-    assert why in dict(decision.rejected)[pattern]
-    assert decision.layout == ParallelLayout(dp=8)
+def placement(text: str, devices: dict[str, tuple[int, ...]]) -> Placement:
+    names = [node for node, numbers in devices.items() for _ in numbers]
+    layout = strategy(text).layout
+    return Placement(layout, dict(enumerate(names[: layout.world_size])))
 
 
-def test_an_interleaved_pipeline_needs_whole_rounds_of_micro_batches() -> None:
-    with pytest.raises(ConfigError, match="3 micro batches do not divide by PP2, as VPP2 needs"):
-        choose(2, LIMITS, ["PP2,VPP2,MBS8"])
+def test_without_a_past_the_fastest_that_fits_is_taken() -> None:
+    found = evaluated(TP2=1.0, TP1_DP2=0.5, TP1_PP2=0.7)
+    choice = decide(MODEL, CLUSTER, found, nodes(2), outlook=OUTLOOK)
+    assert str(choice.best.strategy.layout) == "TP1,PP1,DP2,MBS1"
+    assert choice.best.move_s == 0
+    assert [why for _, why in choice.runners_up] == [
+        "40.0% slower per step",
+        "100.0% slower per step",
+    ]
+    assert choice.reason == "predicted 0.5 s per step and 1 GB per device on 2 of 2 devices"
 
 
-def test_query_groups_may_be_a_multiple_or_a_divisor_of_the_tensor_axis() -> None:
-    assert choose(8, LIMITS, ["TP8"]).layout.tp == 8
-    with pytest.raises(ConfigError, match="neither a multiple nor a divisor"):
-        choose(8, ModelLimits(8, 12, 4, 24, 1), ["TP6"])
+def test_what_does_not_fit_is_not_taken_and_nothing_fitting_is_said() -> None:
+    found = replace(evaluated(TP2=1.0, TP1_DP2=0.5), memory_bytes=np.array([70 * GB, 90 * GB]))
+    choice = decide(MODEL, CLUSTER, found, nodes(2), outlook=OUTLOOK)
+    assert choice.best.strategy.layout.tp == 2
+    small = replace(CLUSTER, memory_bytes=60 * GB)
+    with pytest.raises(ConfigError, match=r"none of 2 strategies on 2 devices fits 60 GB.*70 GB"):
+        decide(MODEL, small, found, nodes(2))
+    with pytest.raises(ConfigError, match="no layout can train the model on 2 devices"):
+        decide(MODEL, CLUSTER, Evaluated((), np.empty(0), np.empty(0)), nodes(2))
 
 
-def test_data_parallel_size_shrinks_until_the_batch_divides() -> None:
-    assert choose(5, LIMITS, ["TP1"]).layout == ParallelLayout(dp=4)
-    assert choose(7, LIMITS, None).layout.dp == 6
+def test_a_running_layout_is_left_only_for_a_gain() -> None:
+    devices = nodes(2)
+    current = placement("TP2", devices)
+    for faster, leaves in ((0.99, False), (0.90, True)):
+        found = evaluated(TP2=1.0, TP1_DP2=faster)
+        choice = decide(
+            MODEL, CLUSTER, found, devices, current=current, is_running=True, outlook=OUTLOOK
+        )
+        assert (choice.best.strategy.layout != current.layout) is leaves
+        assert choice.best.move_s == (10.0 if leaves else 0.0)  # one node holds everything
+    assert decide(
+        MODEL, CLUSTER, found, devices, current=current, is_running=True, outlook=OUTLOOK
+    ) == decide(MODEL, CLUSTER, found, devices, current=current, is_running=True, outlook=OUTLOOK)
 
 
-def test_stage_layers_make_an_uneven_pipeline_legal() -> None:
-    limits = ModelLimits(7, 8, 8, 24, 1)
-    assert choose(2, limits, ["PP2,STAGES3-4"]).layout.stage_layers == (3, 4)
+def test_no_two_layouts_each_think_the_other_better() -> None:
+    devices = nodes(2)
+    for first, second in ((1.0, 0.97), (1.0, 0.8), (1.0, 1.0)):
+        found = evaluated(TP2=first, TP1_DP2=second)
+        layouts = [
+            decide(
+                MODEL,
+                CLUSTER,
+                found,
+                devices,
+                current=placement(text, devices),
+                is_running=True,
+                outlook=OUTLOOK,
+            ).best.strategy.layout
+            for text in ("TP2", "TP1,DP2")
+        ]
+        leaves = [layouts[0].tp != 2, layouts[1].tp != 1]
+        assert not all(leaves)
 
 
-def test_an_expert_axis_takes_the_largest_data_parallel_size_it_divides() -> None:
-    assert choose(7, LIMITS, ["EP2"]).layout == ParallelLayout(dp=6, ep=2)
+def test_a_faster_layout_that_moves_too_much_loses() -> None:
+    devices = nodes(1, 1)
+    source = placement("TP1,PP2", devices)  # each node holds half of the layers
+    found = evaluated(TP1_PP2=1.0, TP2=0.99)
+    slow = replace(CLUSTER, network_bandwidth=0.1 * GB)
+    choice = decide(MODEL, slow, found, devices, current=source, outlook=OUTLOOK)
+    assert choice.best.strategy.layout == source.layout
+    assert (choice.best.moved_bytes, choice.best.move_s) == (0.0, 10.0)
+    ((other, why),) = choice.runners_up
+    layers = MODEL.num_layers * StateSizes.of(MODEL).layer
+    assert other.moved_bytes > layers / 2
+    assert why.startswith("is faster, but moves ")
+    long = replace(OUTLOOK, next_change_s=1e6, least_gain=0.0)
+    choice = decide(MODEL, slow, found, devices, current=source, outlook=long)
+    assert choice.best.strategy.layout.tp == 2
 
 
-def test_auto_never_uses_more_than_it_is_given() -> None:
-    for devices in range(1, 17):
-        layout = choose(devices, LIMITS, None).layout
-        assert layout.world_size <= devices
-        assert LIMITS.global_batch_size % layout.dp == 0
+@pytest.mark.parametrize("counts", [(8, 7), (8, 3, 1), (5,), (1, 1, 1)])
+def test_any_set_of_survivors_gets_a_layout_with_tensor_groups_inside_nodes(
+    counts: tuple[int, ...],
+) -> None:
+    devices = nodes(*counts)
+    found = search(
+        MODEL,
+        CLUSTER,
+        devices=sum(counts),
+        devices_per_node=counts,
+        global_batch_size=64,
+    )
+    choice = decide(MODEL, CLUSTER, found, devices, outlook=OUTLOOK)
+    layout, ranks = choice.best.strategy.layout, choice.best.ranks
+    assert 1 <= layout.world_size == len(ranks) == len(set(ranks)) <= sum(counts)
+    assert all(device in devices[node] for node, device in ranks)
+    for group in layout.groups("tp"):
+        assert len({ranks[rank][0] for rank in group}) == 1
+    assert choice.best.strategy.global_batch_size == 64
+    assert 64 % (layout.dp * choice.best.strategy.micro_batch_size) == 0
+    assert choice.best.memory_bytes <= CLUSTER.memory_bytes
 
 
-def test_when_nothing_fits_the_error_says_what_would() -> None:
-    with pytest.raises(ConfigError, match="TP2,PP2,DP1 would fit 4") as caught:
-        choose(3, LIMITS, ["TP2,PP2", "TP4,PP2"])
-    assert "TP2,PP2: needs 4 devices" in str(caught.value)
-    with pytest.raises(ConfigError, match="none would fit any other number"):
-        choose(3, LIMITS, ["TP3"])
-
-
-def test_a_choice_explains_itself() -> None:
-    decision = choose(8, LIMITS, ["TP2,PP2", "TP8", "TP1,PP4,DP1"])
-    assert decision.reason == "TP8,PP1,DP1 uses 8 of 8 devices, pipeline bubble 0.0%"
-    assert dict(decision.rejected) == {
-        "TP1,PP4,DP1": "is pinned to 4 devices",
-        "TP2,PP2,DP2": "pipeline bubble 8.3% instead of 0.0%",
-    }
-
-
-def test_allowed_layouts_has_every_split_once() -> None:
-    found = allowed_layouts(LIMITS, ["TP2,PP2", "TP3", "EP2", "DP3"], 8)
-    assert list(map(str, found)) == ["TP2,PP2,DP1", "TP1,PP1,DP2,EP2", "TP1,PP1,DP3"]
-    assert ParallelLayout(tp=4, pp=2) in allowed_layouts(LIMITS, None, 8)
-
-
-def test_a_pattern_keeps_an_open_data_parallel_size_apart() -> None:
-    assert LayoutPattern.parse("TP2,DP3").data_parallel == 3
-    assert LayoutPattern.parse("TP2,CP2").replica_size == 4
-    assert LayoutPattern.parse("TP2").sized(4) == ParallelLayout(tp=2, dp=4)
+def test_the_state_counts_masters_and_moments_of_every_parameter() -> None:
+    sizes = StateSizes.of(MODEL)
+    hidden, layers = MODEL.hidden_size, MODEL.num_layers
+    matrices = 4 * hidden * hidden + 2 * hidden * MODEL.ffn_size
+    assert sizes.layer == pytest.approx(12 * matrices, rel=0.01)
+    assert sizes.input == 12 * hidden * (MODEL.vocab_size + MODEL.seq_length)
+    assert sizes.experts == 0
+    sparse = replace(MODEL, num_experts=8, expert_ffn_size=1024, num_dense_layers=8)
+    experts = 8 * 2 * hidden * 1024 * (layers - 8) / layers
+    assert StateSizes.of(sparse).experts == pytest.approx(12 * experts, rel=0.01)

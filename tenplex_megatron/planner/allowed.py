@@ -1,0 +1,221 @@
+"""Which layouts may a job run on so many devices, and why not the others?
+
+A policy names patterns whose data-parallel size is open, or leaves the choice to the planner.
+What Megatron would refuse (`rules`) is left out with its reason. Pure.
+"""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Self
+
+from tenplex_megatron.core.mesh import ParallelLayout, parse_fields
+from tenplex_megatron.errors import ConfigError, LayoutError
+from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.rules import broken_rules, holds, tensor_rules
+from tenplex_megatron.planner.space import Scope, strategies
+from tenplex_megatron.planner.strategy import Strategy
+
+__all__ = [
+    "Job",
+    "LayoutPattern",
+    "allowed_layouts",
+    "allowed_strategies",
+    "check_layout",
+    "smallest_world",
+]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What is trained, and what of it may change."""
+
+    model: ModelProfile
+    base: Strategy
+    """What the user's own flags say; all but the layout stays as it is there."""
+    layouts: tuple[str, ...] | None = None
+    """Patterns such as TP2,PP2; None for every layout Megatron runs."""
+
+    def strategy(self, layout: ParallelLayout) -> Strategy:
+        """The strategy that trains `layout`; without a micro-batch size it has the user's."""
+        micro = layout.micro_batch_size or self.base.micro_batch_size
+        # Megatron itself switches sequence parallelism off for one tensor-parallel rank.
+        return replace(
+            self.base,
+            layout=replace(layout, micro_batch_size=micro),
+            sequence_parallel=self.base.sequence_parallel and layout.tp > 1,
+        )
+
+    def layout(self, strategy: Strategy) -> ParallelLayout:
+        """The layout as it is shown: a micro-batch size only where it is not the user's."""
+        if strategy.micro_batch_size != self.base.micro_batch_size:
+            return strategy.layout
+        return replace(strategy.layout, micro_batch_size=None)
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutPattern:
+    """A layout of the policy whose data-parallel size may be open.
+
+    >>> LayoutPattern.parse("TP2,PP2").sized(3).world_size
+    12
+    """
+
+    text: str
+    tp: int = 1
+    pp: int = 1
+    cp: int = 1
+    data_parallel: int | None = None
+    others: tuple[tuple[str, object], ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """The pattern `text` means; "DP3" in it pins the data-parallel size."""
+        values = dict(parse_fields(text))
+        sizes = {axis: _size(values.pop(axis, 1)) for axis in ("tp", "pp", "cp")}
+        pinned = values.pop("dp", None)
+        return cls(
+            text,
+            **sizes,
+            data_parallel=None if pinned is None else _size(pinned),
+            others=tuple(sorted(values.items())),
+        )
+
+    @property
+    def replica_size(self) -> int:
+        """Devices that hold one replica of the model."""
+        return self.tp * self.pp * self.cp
+
+    def sized(self, data_parallel: int) -> ParallelLayout:
+        """The layout with this data-parallel size.
+
+        Raises:
+            LayoutError: when the axes contradict each other.
+        """
+        axes = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "dp": data_parallel}
+        return ParallelLayout.from_json({**axes, **dict(self.others)})
+
+
+def _size(value: object) -> int:
+    assert isinstance(value, int)
+    return value
+
+
+def allowed_strategies(
+    job: Job, devices: Mapping[str, tuple[int, ...]]
+) -> tuple[list[Strategy], list[tuple[str, str]]]:
+    """What may run on at most these devices of every node, and what may not and why.
+
+    A pattern has the largest data-parallel size that is legal; one with a pinned size is meant for
+    exactly so many devices.
+    """
+    total = sum(map(len, devices.values()))
+    if job.layouts is None:
+        return _every_strategy(job, devices, total), []
+    found, rejected = [], []
+    for text in job.layouts:
+        pattern = LayoutPattern.parse(text)
+        strategy, why = _fit(job, pattern, total)
+        if strategy is None:
+            rejected.append((text, why))
+        else:
+            found.append(strategy)
+    return list(dict.fromkeys(found)), rejected
+
+
+def allowed_layouts(job: Job, max_devices: int) -> tuple[ParallelLayout, ...]:
+    """One layout for every way of splitting tensors that the policy allows.
+
+    What has to be the same in all of them, such as a padded size, can be derived from these.
+    """
+    if job.layouts is None:
+        sizes = range(1, min(max_devices, job.model.num_heads) + 1)
+        return tuple(ParallelLayout(tp=tp) for tp in sizes if holds(tensor_rules(job.model, tp)))
+    smallest = (_smallest(job, LayoutPattern.parse(text)) for text in job.layouts)
+    return tuple(job.layout(strategy) for strategy in smallest if strategy is not None)
+
+
+def check_layout(job: Job, layout: ParallelLayout) -> None:
+    """Refuse a layout that the framework would refuse.
+
+    Raises:
+        ConfigError: it breaks a rule.
+    """
+    broken = broken_rules(job.model, job.strategy(layout))
+    if broken:
+        raise ConfigError(f"layout {layout}: {'; '.join(broken)}")
+
+
+def smallest_world(job: Job) -> ParallelLayout | None:
+    """The allowed layout that needs the fewest devices; None when no number of them helps."""
+    if job.layouts is None:
+        found = [strategy for strategy in [job.strategy(ParallelLayout())] if _runs(job, strategy)]
+    else:
+        smallest = (_smallest(job, LayoutPattern.parse(text)) for text in job.layouts)
+        found = [strategy for strategy in smallest if strategy is not None]
+    if not found:
+        return None
+    return job.layout(min(found, key=lambda strategy: strategy.layout.world_size))
+
+
+def _every_strategy(job: Job, devices: Mapping[str, tuple[int, ...]], total: int) -> list[Strategy]:
+    """Other micro-batches, schedules of recomputation or optimizers stay the user's choice."""
+    base = job.base
+    scope = Scope(
+        zero_stages=(0,),
+        recompute=("none",),
+        uneven_stages=False,
+        precision=base.precision,
+        is_flash=base.is_flash,
+    )
+    found = strategies(
+        job.model,
+        devices=total,
+        devices_per_node=[len(numbers) for numbers in devices.values()],
+        global_batch_size=base.global_batch_size,
+        micro_batch_sizes=(base.micro_batch_size,),
+        scope=scope,
+    )
+    layouts = dict.fromkeys(strategy.layout for strategy in found)
+    return [one for one in map(job.strategy, layouts) if _runs(job, one)]
+
+
+def _runs(job: Job, strategy: Strategy) -> bool:
+    return not broken_rules(job.model, strategy)
+
+
+def _fit(job: Job, pattern: LayoutPattern, num_devices: int) -> tuple[Strategy | None, str]:
+    """The largest legal strategy of the pattern, or None and the reason."""
+    pinned, one = pattern.data_parallel, pattern.replica_size
+    if pinned is not None and pinned * one != num_devices:
+        return None, f"is pinned to {pinned * one} devices"
+    if one > num_devices:
+        return None, f"needs {one} devices"
+    sizes = [pinned] if pinned is not None else range(num_devices // one, 0, -1)
+    first = ""
+    for strategy, why in _tried(job, pattern, sizes):
+        if strategy is not None:
+            return strategy, ""
+        first = first or why
+    return None, first
+
+
+def _smallest(job: Job, pattern: LayoutPattern) -> Strategy | None:
+    """The smallest legal strategy of the pattern, if any."""
+    pinned = pattern.data_parallel
+    sizes = [pinned] if pinned is not None else range(1, job.base.global_batch_size + 1)
+    tried = _tried(job, pattern, sizes)
+    return next((strategy for strategy, _ in tried if strategy is not None), None)
+
+
+def _tried(
+    job: Job, pattern: LayoutPattern, sizes: Sequence[int]
+) -> Iterator[tuple[Strategy | None, str]]:
+    """The strategy of every data-parallel size, or None and the rule that it breaks."""
+    for size in sizes:
+        try:
+            strategy = job.strategy(pattern.sized(size))
+        except LayoutError as error:
+            yield None, str(error)
+            continue
+        broken = broken_rules(job.model, strategy)
+        yield (None, broken[0]) if broken else (strategy, "")
