@@ -186,6 +186,7 @@ def watch(
             if event["kind"] == "decided" and event["layout"] != layout:
                 layout = event["layout"]
                 console.print(f"  [cyan]{layout}[/cyan]: {event['cause']}")
+                console.print(f"    {event['reason']}", style="dim", highlight=False)
             if event["kind"] == "finished":
                 return
         for row in losses.read():

@@ -5,6 +5,7 @@ import json
 import textwrap
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from tenplex_megatron.elastic.report import (
     read_runs,
     read_samples,
     summarise_changes,
+    summarise_steps,
     unequal_tensors,
 )
 from tenplex_megatron.errors import ConfigError
@@ -93,6 +95,7 @@ def build_report(
     """The report as plain values."""
     values: dict[str, Any] = {
         "changes": [change.to_json() for change in changes],
+        "steps": [asdict(steps) for steps in summarise_steps(elastic)],
         "elastic": {"losses": {str(step): loss for step, loss in elastic.losses.items()}},
     }
     unequal = unequal_tensors(elastic)
@@ -140,6 +143,12 @@ def _print_text(
         _print_changes(changes, console.width)
     else:
         _print_lines(changes)
+    for steps in summarise_steps(run):
+        error = 100.0 * (steps.predicted_s / steps.measured_s - 1.0)
+        print(
+            f"generation {steps.generation}, {steps.layout}: {steps.measured_s:.3g} s per step in "
+            f"{steps.steps} steps, predicted {steps.predicted_s:.3g} s ({error:+.0f} %)"
+        )
     if values["failure"] is not None:
         print(f"the job failed: {values['failure']}")
     _print_summary(values, out)
@@ -172,6 +181,13 @@ def _print_changes(changes: Sequence[ChangeReport], width: int) -> None:
     for change, line in zip(changes, lines[depth:], strict=True):
         title = f"after step {change.step}: {change.source} -> {change.target}; {change.cause}"
         print(textwrap.fill(title, max(width, 40), subsequent_indent="    "))
+        if change.reason:
+            indent = "    "
+            print(
+                textwrap.fill(
+                    change.reason, max(width, 40), initial_indent=indent, subsequent_indent=indent
+                )
+            )
         print(f"  {line}")
 
 

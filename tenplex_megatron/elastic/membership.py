@@ -48,6 +48,7 @@ WRONG_INPUT = 2
 
 _MOST_TIMES = 24
 """More generations than these do not make a calibration better."""
+_ENOUGH_STEPS = 4
 _FAILURE_WINDOW_S = 1.0
 _SAME_FAILURES = 3
 # Before anything was trained, a script that fails twice is to blame, and not two devices.
@@ -262,9 +263,14 @@ def _why_not(job: Job, chosen: Choice) -> tuple[tuple[str, str], ...]:
 
 
 def _newest_times(reports: Iterable[NodeReport]) -> list[StepTime]:
-    """Of each generation the row over most steps; nodes may share a folder and report the same."""
+    """Of each generation the row over most steps; nodes may share a folder and report the same.
+
+    A few steps say little: the first ones of a generation are slow.
+    """
     found: dict[int, StepTime] = {}
     for row in (row for report in reports for row in report.step_times):
+        if row.steps < _ENOUGH_STEPS:
+            continue
         if row.generation not in found or row.steps > found[row.generation].steps:
             found[row.generation] = row
     return [found[generation] for generation in sorted(found)][-_MOST_TIMES:]

@@ -19,12 +19,14 @@ __all__ = [
     "PHASES",
     "ChangeReport",
     "Run",
+    "StepReport",
     "failure",
     "largest_difference",
     "read_run",
     "read_runs",
     "read_samples",
     "summarise_changes",
+    "summarise_steps",
     "unequal_tensors",
 ]
 
@@ -43,6 +45,8 @@ class ChangeReport:
     step: int
     """The step after which training resumed."""
     cause: str
+    reason: str
+    """Why this layout was chosen."""
     source: ParallelLayout
     target: ParallelLayout
     steps_lost: int
@@ -60,6 +64,19 @@ class ChangeReport:
         values["from"], values["to"] = self.source.to_json(), self.target.to_json()
         values["seconds"] = {**self.seconds, "total": sum(self.seconds.values())}
         return values
+
+
+@dataclass(frozen=True, slots=True)
+class StepReport:
+    """How long the steps of one generation took, beside what was predicted."""
+
+    generation: int
+    layout: str
+    steps: int
+    """So many steps were measured; the first of a generation never is."""
+    measured_s: float
+    """The median."""
+    predicted_s: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,6 +234,21 @@ def summarise_changes(run: Run) -> tuple[ChangeReport, ...]:
     )
 
 
+def summarise_steps(run: Run) -> tuple[StepReport, ...]:
+    """Every generation that trained long enough to be measured, in order."""
+    return tuple(
+        StepReport(
+            generation=event["generation"],
+            layout=event["layout"],
+            steps=event["steps"],
+            measured_s=event["step_s"],
+            predicted_s=event["predicted_step_s"],
+        )
+        for event in run.events
+        if event["kind"] == "measured"
+    )
+
+
 def _change(
     run: Run, decided: Mapping[int, Mapping[str, Any]], before: int, after: int
 ) -> ChangeReport:
@@ -238,6 +270,7 @@ def _change(
     return ChangeReport(
         step=step,
         cause=str(decided[after]["cause"]),
+        reason=str(decided[after].get("reason", "")),
         source=ParallelLayout.parse(decided[before]["layout"]),
         target=ParallelLayout.parse(decided[after]["layout"]),
         steps_lost=max(0, run.last_steps.get(before, step) - step),

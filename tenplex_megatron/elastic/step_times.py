@@ -19,9 +19,8 @@ __all__ = ["StepClock", "read_step_times"]
 logger = logging.getLogger(__name__)
 
 _FILE = "step_times.jsonl"
-_WARM_UP = 2
-"""The first steps compile, allocate and fill caches."""
-_FIRST_ROW = 4
+_WARM_UP = 1
+"""Steps that do not count: they compile, allocate and fill caches."""
 _MOST_SECONDS = 4096
 
 
@@ -41,7 +40,7 @@ class StepClock:
         if self._seen >= _WARM_UP and len(self._seconds) < _MOST_SECONDS:
             self._seconds.append(now - self._last)
             count = len(self._seconds)
-            if count >= _FIRST_ROW and count & (count - 1) == 0:
+            if count & (count - 1) == 0:
                 self._write()
         self._seen += 1
         self._last = now

@@ -17,7 +17,11 @@ CAUSES = ("the job starts", "schedule: 4 devices after step 8", KILL)
 
 
 def events(
-    time: float, versions: tuple[int | None, ...], *, finish: int | None = 0
+    time: float,
+    versions: tuple[int | None, ...],
+    *,
+    finish: int | None = 0,
+    is_predicted: bool = False,
 ) -> list[dict[str, Any]]:
     """One start of the job: a generation per version."""
     found: list[dict[str, Any]] = []
@@ -29,9 +33,12 @@ def events(
 
     for number, version in enumerate(versions, start=1):
         layout, cause = LAYOUTS[number - 1], CAUSES[number - 1]
-        add(number, "decided", layout=layout, cause=cause, version=version, nodes=["a"])
+        told = {"reason": f"predicted {number} s per step"} if is_predicted else {}
+        add(number, "decided", layout=layout, cause=cause, version=version, nodes=["a"], **told)
         for kind in ("started", "built", "imported", "first_step", "detected", "stopped"):
             add(number, kind)
+        if is_predicted:
+            add(number, "measured", layout=layout, steps=8, step_s=0.5, predicted_step_s=0.6)
         add(number, "moved", bytes_total=7_880_000, bytes_moved=5_650_000, bytes_lower_bound=0)
     if finish is not None:
         add(len(versions), "finished", code=finish, reason="rank 0 ended; device 1 is broken")
@@ -138,3 +145,18 @@ def test_no_dashed_line_crosses_a_label(folder: Path) -> None:
         assert box is not None
         assert box.get_facecolor() == (1.0, 1.0, 1.0, 1.0)
         assert label.get_zorder() > max(line.get_zorder() for line in dashed)
+
+
+def test_what_was_predicted_stands_beside_what_was_measured(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = run_folder(tmp_path, events(0, (None, 8, 9), is_predicted=True))
+    said = say(capsys, folder)
+    line = "generation 2, {}: 0.5 s per step in 8 steps, predicted 0.6 s (+20 %)"
+    assert line.format(LAYOUTS[1]) in said
+    values = json.loads(say(capsys, folder, "--json"))
+    assert [change["reason"] for change in values["changes"]] == [
+        "predicted 2 s per step",
+        "predicted 3 s per step",
+    ]
+    assert [steps["measured_s"] for steps in values["steps"]] == [0.5, 0.5, 0.5]

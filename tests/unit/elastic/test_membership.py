@@ -288,7 +288,8 @@ def test_what_was_measured_changes_what_is_predicted() -> None:
     assert isinstance(again, NextGeneration)
     assert again.predicted_step_s > 2.0 * first.predicted_step_s
     short = StepTime(1, first.layout, 4, first.predicted_step_s)
-    told = [replace(seen[0], step_times=(slow, short)), seen[1]]
+    few = StepTime(2, first.layout, 3, first.predicted_step_s)
+    told = [replace(seen[0], step_times=(slow, short, few)), seen[1]]
     assert decide(Ledger(), START, told, rules(layouts=("TP2,PP2",))) == again
 
 
