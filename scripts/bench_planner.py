@@ -1,261 +1,176 @@
 """How far are the planner's predictions from published measurements, and how good its choices?
 
-Reads tables in the format of tests/golden/measured_tables.yaml. "Not fitted" uses the profile in
-configs/cluster as it is; the others calibrate it on rows that are then left out of the score
-(another model's rows, or a few rows drawn with fixed seeds), or one parameter on all rows. The
-profiles of A100, B200, GH200 and H100 were set with the shipped tables in view, so only other rows
-are an independent check.
+Reads tables in the format of tests/golden/measured_tables.yaml; tables it has no reader for are
+named, and so are rows it can't read. "Not fitted" uses the profile in configs/cluster as it is; the
+others calibrate it on rows that are then left out of the score: another model's rows, a few rows
+drawn with fixed seeds, or one parameter on all rows but one. The profiles of A100, B200, GH200 and
+H100 were set with the shipped tables in view, so only other rows are an independent check. Memory
+is never fitted.
+
+The last line is JSON: {"tables": {name: {"rows", "time_error_pct", "memory_error_pct",
+"regret_pct", "spearman", "unread", ...}}, "speed"}. A table of several kinds of runs holds the same
+for each of them under "by_<column>". The CSV has one line per time or memory scored, in seconds or
+bytes. CALCULON_DIR may name a checkout of github.com/calculon-ai/calculon to compare with.
 """
 
 import argparse
 import csv
-import importlib
 import itertools
 import json
+import os
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import calculon_side
 import numpy as np
 import yaml
-from numpy.typing import NDArray
-from published_rows import Fields, Row, gpt, h100, sailor, sc21_table1, sc21_table2, simumax, vtrain
+from planner_score import (
+    Floats,
+    Rows,
+    Scored,
+    Splits,
+    drawn,
+    one_model_out,
+    one_row_out,
+    sentence,
+    spread,
+    unfitted,
+)
+from published_models import gpt
+from published_rows import READERS, Fields, Row, read_rows
 
 from tenplex_megatron.config import load_profile
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.memory.predict import predict_memory
 from tenplex_megatron.planner.strategy import Strategy
-from tenplex_megatron.planner.timing.calibrate import CONSTANTS, calibrate
+from tenplex_megatron.planner.timing.calibrate import CONSTANTS, Constant, calibrate
 from tenplex_megatron.planner.timing.candidates import Candidates
 from tenplex_megatron.planner.timing.predict import predict_times
 
 ROOT = Path(__file__).resolve().parents[1]
 TABLES = ROOT / "tests/golden/measured_tables.yaml"
-LEAST_COMPETING = 4
-"""Layouts of one model, GPU count and batch that make a group in which a choice is scored."""
-
-type Floats = NDArray[np.float64]
-type Rows = Sequence[Row]
-
-
-@dataclass
-class Scored:
-    """Predictions of one table, one line per row and draw of calibration rows."""
-
-    rows: list[Row] = field(default_factory=list)
-    predicted_s: list[float] = field(default_factory=list)
-    draws: list[int] = field(default_factory=list)
-
-    def add(self, rows: Rows, predicted_s: Floats, draw: int = 0) -> None:
-        """More scored rows."""
-        self.rows.extend(rows)
-        self.predicted_s.extend(predicted_s.tolist())
-        self.draws.extend([draw] * len(rows))
-
-
-def predict(cluster: ClusterProfile, rows: Rows) -> Floats:
-    """Step times of rows."""
-    pairs = [(row.measurement.model, row.measurement.strategy) for row in rows]
-    return predict_times(cluster, Candidates.of_pairs(pairs)).step_s
-
-
-def unfitted(cluster: ClusterProfile, rows: Rows, _draws: int) -> Scored:
-    """The profile as it is."""
-    scored = Scored()
-    scored.add(rows, predict(cluster, rows))
-    return scored
-
-
-def leave_one_model_out(cluster: ClusterProfile, rows: Rows, _draws: int) -> Scored:
-    """Each model with constants from the rows of the others; one model alone stays unfitted."""
-    scored = Scored()
-    for model in dict.fromkeys(row.measurement.model for row in rows):
-        others = [row.measurement for row in rows if row.measurement.model != model]
-        fitted = calibrate(cluster, others) if others else cluster
-        own = [row for row in rows if row.measurement.model == model]
-        scored.add(own, predict(fitted, own))
-    return scored
-
-
-def one_parameter(cluster: ClusterProfile, rows: Rows, _draws: int) -> Scored:
-    """The matrix products' efficiency fitted to all rows."""
-    constants = [constant for constant in CONSTANTS if constant.name == "gemm_efficiency"]
-    fitted = calibrate(cluster, [row.measurement for row in rows], constants)
-    scored = Scored()
-    scored.add(rows, predict(fitted, rows))
-    return scored
-
-
-def drawn(count: int) -> Callable[[ClusterProfile, Rows, int], Scored]:
-    """`count` rows calibrate, the rest is scored; again for every seed."""
-
-    def run(cluster: ClusterProfile, rows: Rows, draws: int) -> Scored:
-        scored = Scored()
-        for seed in range(draws):
-            order = np.random.default_rng(seed).permutation(len(rows)).tolist()
-            few = min(count, len(rows) // 2)
-            own = [rows[i].measurement for i in order[:few]]
-            fitted = calibrate(cluster, own) if own else cluster
-            rest = [rows[i] for i in sorted(order[few:])]
-            scored.add(rest, predict(fitted, rest), seed)
-        return scored
-
-    return run
+CSV = ROOT / "out/planner/rows.csv"
+HEADER = (
+    *("table", "quantity", "draw", "row", "layers", "hidden", "seq", "layout"),
+    *("global_batch_size", "measured", "predicted", "error_pct", "contradiction"),
+)
+DRAWS = 5
+SHOWN = 3
+"""Causes for which rows can't be read on the screen; JSON names all, with their rows."""
+RATE = [constant for constant in CONSTANTS if constant.name == "gemm_efficiency"]
 
 
 @dataclass(frozen=True)
 class Plan:
-    """How one table is read and predicted."""
+    """How one table is predicted."""
 
     cluster: str
-    row: Callable[[Fields], Row | None]
-    predict: Callable[[ClusterProfile, Rows, int], Scored]
-    how: str
-    only: Fields = field(default_factory=dict)
+    how: str = "not fitted"
+    splits: Splits = unfitted
+    constants: Sequence[Constant] = CONSTANTS
+    """What calibration moves."""
+    kinds: str | None = None
+    """What the kinds of rows are, which are also scored one by one."""
+    beside_calculon: bool = False
 
 
-PLANS: dict[str, tuple[str, Plan]] = {
-    "megatron_sc21_table1": (
-        "megatron_sc21_table1",
-        Plan("a100_selene", sc21_table1, unfitted, "not fitted"),
+PLANS: Mapping[str, Plan] = {
+    "megatron_sc21_table1": Plan("a100_selene"),
+    "megatron_sc21_table2_zero3_vs_ptdp": Plan("a100_selene", kinds="scheme"),
+    "megatron_readme_gpt3_175b_1024": Plan("a100_selene"),
+    "vtrain_multi_node_a100": Plan(
+        "a100_vtrain", "one model left out", one_model_out, beside_calculon=True
     ),
-    "megatron_sc21_table2_zero3_vs_ptdp": (
-        "megatron_sc21_table2_zero3_vs_ptdp",
-        Plan("a100_selene", sc21_table2, unfitted, "not fitted"),
+    "vtrain_single_node_a100": Plan(
+        "a100_vtrain", "24 rows calibrate", drawn(24), beside_calculon=True
     ),
-    "megatron_sc21_table2_ptdp": (
-        "megatron_sc21_table2_zero3_vs_ptdp",
-        Plan("a100_selene", sc21_table2, unfitted, "not fitted", {"scheme": "ptdp"}),
+    "simumax_b200_time_and_memory": Plan(
+        "b200", "one parameter from the others of its kind", one_row_out, RATE, kinds="kind"
     ),
-    "megatron_sc21_table2_zero3": (
-        "megatron_sc21_table2_zero3_vs_ptdp",
-        Plan("a100_selene", sc21_table2, unfitted, "not fitted", {"scheme": "zero3"}),
-    ),
-    "vtrain_multi_node_a100": (
-        "vtrain_multi_node_a100",
-        Plan("a100_vtrain", vtrain, leave_one_model_out, "one model left out"),
-    ),
-    "vtrain_single_node_a100": (
-        "vtrain_single_node_a100",
-        Plan("a100_vtrain", vtrain, drawn(24), "24 rows calibrate"),
-    ),
-    "simumax_b200_time_and_memory": (
-        "simumax_b200_time_and_memory",
-        Plan("b200", simumax, one_parameter, "one parameter"),
-    ),
-    "sailor_gh200_time_and_memory": (
-        "sailor_gh200_time_and_memory",
-        Plan("gh200", sailor, drawn(3), "3 rows calibrate"),
-    ),
-    "nemo_24_07_h100_fp8_pretrain": (
-        "nemo_24_07_h100_fp8_pretrain",
-        Plan("h100", h100, unfitted, "profile set on these rows"),
-    ),
-    "mlperf_v3_0_gpt3_175b_h100_fp8": (
-        "mlperf_v3_0_gpt3_175b_h100_fp8",
-        Plan("h100", h100, unfitted, "profile set on these rows"),
-    ),
+    "sailor_gh200_time_and_memory": Plan("gh200", "3 rows calibrate", drawn(3)),
+    "megatron_functional_test_memory": Plan("h100"),
+    "nemo_24_07_h100_fp8_pretrain": Plan("h100", "profile set on these rows"),
+    "mlperf_v3_0_gpt3_175b_h100_fp8": Plan("h100", "profile set on these rows"),
+    "megatron_bridge_performance": Plan("h100"),
 }
+assert PLANS.keys() == READERS.keys()
 
 
-def spread(errors_pct: Floats) -> dict[str, float]:
-    """Mean, median, 90th percentile and maximum of absolute errors."""
-    size = np.abs(errors_pct)
-    return {
-        "rows": len(size),
-        "mean": float(size.mean()),
-        "median": float(np.median(size)),
-        "p90": float(np.percentile(size, 90)),
-        "max": float(size.max()),
-    }
+class Prediction(NamedTuple):
+    """One scored number: seconds of a step, or bytes on a rank."""
+
+    quantity: str
+    row: Row
+    measured: float
+    predicted: float
+    draw: int
 
 
-def ranks(values: Floats) -> Floats:
-    """Ranks with ties shared."""
-    _, places, counts = np.unique(values, return_inverse=True, return_counts=True)
-    last = np.cumsum(counts)
-    return np.asarray((last - (counts - 1) / 2.0)[places], dtype=np.float64)
-
-
-def choices(scored: Scored) -> dict[str, Any]:
-    """What choosing by prediction costs in groups of competing layouts, and how well it ranks."""
-    members: dict[tuple[object, ...], list[int]] = {}
-    for index, row in enumerate(scored.rows):
-        members.setdefault((scored.draws[index], *row.group), []).append(index)
-    regret, top3, spearman = [], [], []
-    for indices in members.values():
-        if len(indices) < LEAST_COMPETING:
-            continue
-        predicted = np.array([scored.predicted_s[i] for i in indices])
-        measured = np.array([scored.rows[i].measurement.step_s for i in indices])
-        order = np.argsort(predicted, kind="stable")
-        regret.append(100.0 * (measured[order[0]] / measured.min() - 1.0))
-        top3.append(100.0 * (measured[order[:3]].min() / measured.min() - 1.0))
-        spearman.append(float(np.corrcoef(ranks(predicted), ranks(measured))[0, 1]))
-    if not regret:
-        return {}
-    return {
-        "groups": len(regret),
-        "regret_pct": {
-            "mean": float(np.mean(regret)),
-            "max": float(np.max(regret)),
-            "top3_mean": float(np.mean(top3)),
-        },
-        "spearman": float(np.mean(spearman)),
-    }
-
-
-def memory_errors(cluster: ClusterProfile, rows: Rows) -> Floats | None:
-    """Relative errors of the peak memory in percent; None where nothing was measured."""
-    measured = [row for row in rows if row.memory_bytes is not None]
-    if not measured:
-        return None
-    predict_memory = importlib.import_module(
-        "tenplex_megatron.planner.memory.predict"
-    ).predict_memory
-    errors = []
-    for row in measured:
-        found = predict_memory(row.measurement.model, cluster, row.measurement.strategy)
-        errors.append(100.0 * (found.peak_bytes / row.memory_bytes - 1.0))
-    return np.array(errors)
-
-
-def score(plan: Plan, rows: Rows, draws: int) -> tuple[Scored, dict[str, Any]]:
-    """Everything said about one table."""
+def score(
+    plan: Plan, rows: Rows, draws: int, calculon: Path | None = None
+) -> tuple[dict[str, Any], list[Prediction]]:
+    """Everything said about rows, and the predictions behind it."""
     cluster = load_profile(ClusterProfile, ROOT / "configs/cluster" / f"{plan.cluster}.yaml")
-    scored = plan.predict(cluster, rows, draws)
-    measured = np.array([row.measurement.step_s for row in scored.rows])
-    errors = 100.0 * (np.array(scored.predicted_s) / measured - 1.0)
-    result: dict[str, Any] = {
-        "cluster": plan.cluster,
-        "how": plan.how,
-        "rows": len(rows),
-        "time_error_pct": spread(errors),
-        **choices(scored),
-    }
-    sound = np.array([row.contradiction is None for row in scored.rows])
-    if not sound.all():
-        result["time_error_pct_without_contradictions"] = spread(errors[sound])
-        result["contradictions"] = sorted({row.contradiction for row in rows if row.contradiction})
-    memory = memory_errors(cluster, rows)
-    result["memory_error_pct"] = None if memory is None else spread(memory)
-    return scored, result
 
+    def predict(calibrating: Rows, scored: Rows) -> Floats:
+        seen = [row.measurement for row in calibrating]
+        fitted = calibrate(cluster, seen, plan.constants) if seen else cluster
+        candidates = Candidates.of_pairs([(row.model, row.strategy) for row in scored])
+        return predict_times(fitted, candidates).step_s
 
-def read_rows(table: Fields, plan: Plan) -> list[Row]:
-    """The rows of a table that the plan can read."""
+    result: dict[str, Any] = {"cluster": plan.cluster, "how": plan.how, "rows": len(rows)}
     found = []
-    for values in table["rows"]:
-        fields = dict(zip(table["columns"], values, strict=True))
-        fields.setdefault("seq", table.get("seq"))
-        if all(fields[key] == value for key, value in plan.only.items()):
-            row = plan.row(fields)
-            if row is not None:
-                found.append(row)
-    return found
+    if timed := [row for row in rows if row.step_s is not None]:
+        splits = list(plan.splits(timed, draws))
+        scored = Scored.of(splits, predict)
+        result |= scored.summary()
+        found += as_predictions("time", scored)
+        if plan.beside_calculon and calculon is not None:
+            result["calculon"], theirs = calculon_side.compare(calculon, splits)
+            found += as_predictions("time by Calculon", theirs)
+    memory = list(memories(cluster, rows))
+    if memory:
+        errors = [100.0 * (each.predicted / each.measured - 1.0) for each in memory]
+        result["memory_error_pct"] = spread(np.array(errors))
+    return result, found + memory
+
+
+def as_predictions(quantity: str, scored: Scored) -> list[Prediction]:
+    """The predictions of times."""
+    return [
+        Prediction(quantity, row, row.measurement.step_s, predicted, draw)
+        for row, predicted, draw in zip(scored.rows, scored.predicted_s, scored.draws, strict=True)
+    ]
+
+
+def memories(cluster: ClusterProfile, rows: Rows) -> Iterator[Prediction]:
+    """The memory of rows that say it."""
+    for row in rows:
+        if row.memory_bytes is not None:
+            found = predict_memory(row.model, cluster, row.strategy)
+            predicted = found.stages[-1].total if row.is_last_rank else found.peak_bytes
+            yield Prediction("memory", row, row.memory_bytes, predicted, 0)
+
+
+def score_table(
+    name: str, table: Fields, draws: int, calculon: Path | None
+) -> tuple[dict[str, Any], list[Prediction]]:
+    """Everything said about a table, its kinds of runs one by one too."""
+    plan = PLANS[name]
+    rows, unread = read_rows(name, table)
+    result, found = score(plan, rows, draws, calculon)
+    result["unread"] = unread
+    if plan.kinds:
+        kinds = dict.fromkeys(row.kind for row in rows)
+        result[f"by_{plan.kinds}"] = {
+            kind: score(plan, [row for row in rows if row.kind == kind], draws)[0] for kind in kinds
+        }
+    return result, found
 
 
 def speed(count: int) -> dict[str, float]:
@@ -276,69 +191,83 @@ def speed(count: int) -> dict[str, float]:
     return {"layouts": len(strategies), "seconds": time.perf_counter() - start}
 
 
-def write_csv(path: Path, tables: Mapping[str, Scored]) -> None:
-    """One line per scored row: what was measured, predicted, and the error."""
+def write_csv(path: Path, tables: Mapping[str, list[Prediction]]) -> None:
+    """One line per scored number."""
+    path.parent.mkdir(parents=True, exist_ok=True)
     with path.open("w", newline="", encoding="utf-8") as file:
         writer = csv.writer(file)
-        header = ["table", "draw", "layers", "hidden", "seq", "layout", "global_batch_size"]
-        writer.writerow([*header, "measured_s", "predicted_s", "error_pct", "contradiction"])
-        for name, scored in tables.items():
-            for row, predicted, draw in zip(
-                scored.rows, scored.predicted_s, scored.draws, strict=True
-            ):
-                model, chosen = row.measurement.model, row.measurement.strategy
-                measured = row.measurement.step_s
-                where = model.num_layers, model.hidden_size, model.seq_length, str(chosen.layout)
+        writer.writerow(HEADER)
+        for name, predictions in tables.items():
+            for quantity, row, measured, predicted, draw in predictions:
+                model, chosen = row.model, row.strategy
+                what = row.name, model.num_layers, model.hidden_size, model.seq_length
+                where = str(chosen.layout), chosen.global_batch_size
                 error = f"{100 * (predicted / measured - 1):.2f}"
-                seconds = f"{measured:.6g}", f"{predicted:.6g}", error
-                why = row.contradiction or ""
-                writer.writerow([name, draw, *where, chosen.global_batch_size, *seconds, why])
+                numbers = f"{measured:.6g}", f"{predicted:.6g}", error
+                writer.writerow(
+                    [name, quantity, draw, *what, *where, *numbers, row.contradiction or ""]
+                )
 
 
 def show(name: str, result: Fields) -> None:
     """One table for a person."""
-    error = result["time_error_pct"]
-    text = f"{name} ({result['rows']} rows, {result['cluster']}, {result['how']})\n   time"
-    text += "".join(f"  {key} {error[key]:.2f}" for key in ("mean", "median", "p90", "max")) + " %"
+    print(f"{name} ({result['rows']} rows, {result['cluster']}, {result['how']})")
+    if "time_error_pct" in result:
+        print(f"   {sentence(result)}")
     if "time_error_pct_without_contradictions" in result:
         sound = result["time_error_pct_without_contradictions"]
-        text += f"; mean {sound['mean']:.2f} max {sound['max']:.2f} % without the row whose "
-        text += "; ".join(result["contradictions"])
-    if result["memory_error_pct"]:
-        memory = result["memory_error_pct"]
-        text += f"\n   memory  mean {memory['mean']:.2f}  max {memory['max']:.2f} %"
-    if "regret_pct" in result:
-        regret = result["regret_pct"]
-        text += f"\n   choice in {result['groups']} groups: regret mean {regret['mean']:.2f} max "
-        text += f"{regret['max']:.2f} top-3 {regret['top3_mean']:.2f} %, Spearman "
-        text += f"{result['spearman']:.3f}"
-    print(text)
+        print(f"   time  mean {sound['mean']:.2f}  max {sound['max']:.2f} % without rows whose")
+        print("   " + "; ".join(result["contradictions"]))
+    if "calculon" in result:
+        theirs = result["calculon"]
+        print(f"   Calculon ({theirs['system']}): {sentence(theirs)}")
+    if "memory_error_pct" in result:
+        error = result["memory_error_pct"]
+        text = "  ".join(f"{key} {error[key]:.2f}" for key in ("mean", "median", "max", "lowest"))
+        print(f"   memory of {error['rows']:.0f} rows  {text} %")
+    for key, parts in result.items():
+        if key.startswith("by_"):
+            for kind, part in parts.items():
+                print(f"   {kind}: {sentence(part)}")
+    if result["unread"]:
+        causes = sorted(result["unread"].items(), key=lambda cause: -len(cause[1]))
+        shown = "; ".join(f"{why} (row {numbers[0]})" for why, numbers in causes[:SHOWN])
+        print(f"   {sum(len(numbers) for _, numbers in causes)} rows not read: {shown}")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Print all scores."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--tables", type=Path, default=TABLES, help="measured tables, YAML")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--tables", type=Path, default=TABLES, help="YAML (%(default)s)")
     parser.add_argument("--json", action="store_true", help="print only the line of JSON")
     parser.add_argument("--quick", action="store_true", help="one draw of calibration rows, not 5")
-    parser.add_argument("--csv", type=Path, help="write one line per scored row")
+    parser.add_argument("--csv", type=Path, default=CSV, help="errors per row (%(default)s)")
     options = parser.parse_args(arguments)
+    say: Callable[[str], None] = (lambda _: None) if options.json else print
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     tables = yaml.load(options.tables.read_text(encoding="utf-8"), Loader=loader)["tables"]
-    results, scored = {}, {}
-    for name, (source, plan) in PLANS.items():
-        rows = read_rows(tables[source], plan) if source in tables else []
-        if not rows:
-            continue
-        scored[name], results[name] = score(plan, rows, 1 if options.quick else 5)
+    folder = os.environ.get("CALCULON_DIR")
+    calculon = Path(folder) if folder else None
+    if calculon is None:
+        say("Calculon is not compared: CALCULON_DIR names no checkout of it.")
+    elif not (calculon / "calculon/llm").is_dir():
+        parser.error(f"CALCULON_DIR: expected a checkout of Calculon, got {calculon}")
+    results, predictions = {}, {}
+    for name in [name for name in PLANS if name in tables]:
+        results[name], predictions[name] = score_table(
+            name, tables[name], 1 if options.quick else DRAWS, calculon
+        )
         if not options.json:
             show(name, results[name])
-    if options.csv:
-        write_csv(options.csv, scored)
+    others = [name for name in tables if name not in PLANS]
+    write_csv(options.csv, predictions)
     took = speed(1000 if options.quick else 10000)
-    if not options.json:
-        print(f"{took['layouts']} layouts predicted in {took['seconds']:.3f} s")
-    print(json.dumps({"tables": results, "speed": took}))
+    say(f"tables without a reader: {', '.join(others) or 'none'}")
+    say(f"errors per row: {options.csv}")
+    say(f"{took['layouts']} layouts predicted in {took['seconds']:.3f} s")
+    print(json.dumps({"tables": results, "unread_tables": others, "speed": took}))
     return 0
 
 

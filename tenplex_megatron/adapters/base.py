@@ -1,8 +1,8 @@
 """What must a training framework offer so that its jobs can change layout?
 
-Three interfaces: what can be read off the command line before any process group exists
-(`ArgumentAdapter`), the live state of one rank (`TrainingState`), and who is told when that state
-exists and at each step (`StepObserver`).  Adapters translate; no algorithm lives in them.
+Two interfaces besides the reading of its command line (`adapters.arguments`): the live state of one
+rank (`TrainingState`), and who is told when that state exists and at each step (`StepObserver`).
+Adapters translate; no algorithm lives in them.
 """
 
 from abc import ABC, abstractmethod
@@ -12,14 +12,10 @@ from typing import Any
 
 import torch
 
-from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.errors import LayoutError
-from tenplex_megatron.planner.profile import ModelProfile
-from tenplex_megatron.planner.strategy import Strategy
 
 __all__ = [
-    "ArgumentAdapter",
     "FrameworkAdapter",
     "Piece",
     "Progress",
@@ -153,45 +149,6 @@ class StepObserver(ABC):
     @abstractmethod
     def exit_code(self) -> int | None:
         """The code to exit with once the training loop was left because `on_step` said so."""
-
-
-class ArgumentAdapter(ABC):
-    """What a framework's command line says, without importing the framework."""
-
-    preload: tuple[str, ...]
-    """Modules a fork server imports so that workers start warm."""
-
-    @abstractmethod
-    def profile(self, argv: Sequence[str], *, is_rough: bool = False) -> ModelProfile:
-        """What is trained, as far as its speed and size depend on it.
-
-        A rough profile guesses what the flags leave to be found out later.
-        """
-
-    @abstractmethod
-    def strategy(self, argv: Sequence[str]) -> Strategy:
-        """How it is trained, on one device: what stays the same in every layout of a job."""
-
-    @abstractmethod
-    def layout_arguments(
-        self, argv: Sequence[str], layout: ParallelLayout, allowed: Sequence[ParallelLayout]
-    ) -> list[str]:
-        """Flags to append so that the framework builds `layout`.
-
-        Args:
-            argv: the user's own flags.
-            layout: the layout of the coming generation.
-            allowed: every layout the policy allows; what must stay equal over all of them (the
-                padded vocabulary) is derived from these.
-        """
-
-    @abstractmethod
-    def device_arguments(self, device: str) -> list[str]:
-        """Flags to append so that the framework keeps to what `device` ("cuda", "cpu") can do."""
-
-    @abstractmethod
-    def identity(self, argv: Sequence[str]) -> str:
-        """A fingerprint of what is trained, equal for all layouts of one job."""
 
 
 class FrameworkAdapter(ABC):

@@ -1,7 +1,12 @@
 """Which adapter answers for a framework's name?  Frameworks are imported only when asked for."""
 
-from tenplex_megatron.adapters.base import ArgumentAdapter, FrameworkAdapter
+from typing import TYPE_CHECKING
+
+from tenplex_megatron.adapters.arguments import ArgumentAdapter
 from tenplex_megatron.errors import ConfigError
+
+if TYPE_CHECKING:
+    from tenplex_megatron.adapters.base import FrameworkAdapter
 
 __all__ = ["FRAMEWORKS", "argument_adapter", "framework_adapter"]
 
@@ -16,7 +21,7 @@ def argument_adapter(framework: str) -> ArgumentAdapter:
     return MegatronArguments()
 
 
-def framework_adapter(framework: str) -> FrameworkAdapter:
+def framework_adapter(framework: str) -> "FrameworkAdapter":
     """The hooks into a framework; imports it."""
     _check(framework)
     from tenplex_megatron.adapters.megatron.hooks import MegatronAdapter

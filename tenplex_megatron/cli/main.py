@@ -71,12 +71,21 @@ def _run(command: str, arguments: Sequence[str]) -> int:
 
         return frontier(arguments)
     if command == "plan":
-        from tenplex_megatron.cli.plan import plan
-
-        return plan(arguments)
+        return _plan(arguments)
     from tenplex_megatron.cli.resize import resize
 
     return resize(arguments)
+
+
+def _plan(arguments: Sequence[str]) -> int:
+    """A prediction needs neither torch nor a framework, and should not wait for them."""
+    from tenplex_megatron.cli.what_if import is_what_if, what_if
+
+    if is_what_if(arguments):
+        return what_if(arguments)
+    from tenplex_megatron.cli.plan import plan
+
+    return plan(arguments)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,7 @@
-"""`tenplex plan`: what would a change of layout move?  A dry run; no tensor is touched."""
+"""`tenplex plan`: what would a change of layout move?  A dry run; no tensor is touched.
+
+With --from the layout to go to is asked for as well, and all is predicted: see `what_if`.
+"""
 
 import argparse
 import json
@@ -16,6 +19,7 @@ from tenplex_megatron.adapters.registry import FRAMEWORKS, argument_adapter
 from tenplex_megatron.cli.describe import Describer, Script
 from tenplex_megatron.cli.plan_text import print_plan
 from tenplex_megatron.cli.stored import StoredJob, find_jobs
+from tenplex_megatron.cli.what_if import build_parser as build_what_if_parser
 from tenplex_megatron.config import load_policy
 from tenplex_megatron.core.codec import region_to_json
 from tenplex_megatron.core.collection import TensorCollection
@@ -29,9 +33,16 @@ from tenplex_megatron.store.selection import WorldVersion, select_version
 
 __all__ = ["build_parser", "plan", "plan_values"]
 
-_DESCRIPTION = """Shows what a change of layout would move between nodes, without moving anything.
-Every rank of a layout is built once by the training script itself, without a GPU and without
-filling memory; the script is left before it trains."""
+_USAGE = """tenplex plan [options] SOURCE TARGET [options] script [flags]
+       tenplex plan --from LAYOUT --gpus N --cluster C (--model FILE | -- FLAGS ...)"""
+_DESCRIPTION = """Shows what a change of layout would move, without moving anything.
+
+Between two layouts (SOURCE TARGET script): exactly.  Every rank of a layout is built once by the
+training script itself, without a GPU and without filling memory; the script is left before it
+trains.
+
+On other devices (--from, --gpus or --lost): predicted.  Which layout would the job get, how fast
+is it, what does going there move, and when has that paid off?  Its options follow at the end."""
 _EPILOG = """examples:
   between two layouts:
     tenplex plan TP2,PP2,DP2 TP1,PP4,DP1 --nodes 2 pretrain_gpt.py --num-layers 8 ...
@@ -248,8 +259,9 @@ def build_parser() -> argparse.ArgumentParser:
     """The options of the command."""
     parser = argparse.ArgumentParser(
         prog="tenplex plan",
+        usage=_USAGE,
         description=_DESCRIPTION,
-        epilog=_EPILOG,
+        epilog=f"{_EPILOG}\non other devices:\n\n{build_what_if_parser().format_help()}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     add = parser.add_argument

@@ -9,7 +9,7 @@ from rich.table import Table
 from tenplex_megatron.core.collection import join_names
 from tenplex_megatron.core.region import Region
 
-__all__ = ["megabytes", "print_plan"]
+__all__ = ["megabytes", "new_table", "print_plan"]
 
 _MOST_RANKS = 32
 
@@ -62,7 +62,7 @@ def _summary(values: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def _table(title: str, *columns: str) -> Table:
+def new_table(title: str, *columns: str) -> Table:
     """Text to the left, and what follows a '>' to the right."""
     table = Table(title=title, title_justify="left")
     for name in columns:
@@ -72,7 +72,7 @@ def _table(title: str, *columns: str) -> Table:
 
 
 def _node_table(values: Mapping[str, Any]) -> Table:
-    table = _table("between nodes", "snapshot on", "to ranks on", ">bytes")
+    table = new_table("between nodes", "snapshot on", "to ranks on", ">bytes")
     for row in values["nodes"]:
         stays = row["source"] == row["target"]
         table.add_row(
@@ -82,7 +82,7 @@ def _node_table(values: Mapping[str, Any]) -> Table:
 
 
 def _rank_table(values: Mapping[str, Any]) -> Table:
-    table = _table("new ranks", ">rank", "node", ">needs", ">receives", ">sends")
+    table = new_table("new ranks", ">rank", "node", ">needs", ">receives", ">sends")
     for row in values["ranks"]:
         sizes = (megabytes(row[name]) for name in ("needed", "received", "sent"))
         table.add_row(str(row["rank"]), row["node"], *sizes)
@@ -90,7 +90,9 @@ def _rank_table(values: Mapping[str, Any]) -> Table:
 
 
 def _move_table(values: Mapping[str, Any]) -> Table:
-    table = _table("transfers", ">to rank", "tensor", "region", ">bytes", ">from old", "on", "by")
+    table = new_table(
+        "transfers", ">to rank", "tensor", "region", ">bytes", ">from old", "on", "by"
+    )
     for row in values["moves"]:
         start, stop = row["region"]
         by = "copy" if row["sender_rank"] is None else f"rank {row['sender_rank']}"

@@ -36,7 +36,7 @@ from torch.distributed.elastic.rendezvous.utils import parse_rendezvous_endpoint
 from torch.distributed.launcher.api import LaunchConfig
 from torch.distributed.run import config_from_args, parse_min_max_nnodes
 
-from tenplex_megatron.adapters.base import ArgumentAdapter
+from tenplex_megatron.adapters.arguments import ArgumentAdapter
 from tenplex_megatron.config import ElasticPolicy, load_policy
 from tenplex_megatron.elastic.agent import ElasticAgent
 from tenplex_megatron.elastic.entry import WorkerTask, run_task

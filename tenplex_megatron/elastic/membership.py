@@ -13,7 +13,7 @@ from tenplex_megatron.config import ElasticPolicy
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.allowed import Job
-from tenplex_megatron.planner.choose import Choice, Outlook, choose
+from tenplex_megatron.planner.choose import Choice, Outlook, choose, placement_of
 from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.moves import Placement
 from tenplex_megatron.planner.placement import pick_devices
@@ -233,7 +233,7 @@ def decide(
     current = None
     if lies_in_last and source is not None and before.layout is not None:
         nodes = {rank: node for rank, node in source.nodes.items() if node in totals}
-        current = Placement(before.layout, nodes, is_sharded=rules.job.base.zero_stage > 0)
+        current = placement_of(rules.job.strategy(before.layout), nodes)
     try:
         chosen = rules.choose(
             ledger.allotted,

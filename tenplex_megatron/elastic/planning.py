@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from tenplex_megatron.adapters.base import ArgumentAdapter
+from tenplex_megatron.adapters.arguments import ArgumentAdapter
 from tenplex_megatron.config import ElasticPolicy, cluster_file, known_clusters, load_profile
 from tenplex_megatron.elastic.membership import Rules
 from tenplex_megatron.errors import ConfigError

@@ -10,16 +10,17 @@ from dataclasses import dataclass, replace
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.allowed import Job, allowed_strategies, smallest_world
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.moves import Placement, StateSizes, bytes_to_move
+from tenplex_megatron.planner.moves import Placement, Source, StateSizes
 from tenplex_megatron.planner.placement import place_ranks
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.search import Evaluated, evaluate
 from tenplex_megatron.planner.strategy import Strategy
 
-__all__ = ["Choice", "Option", "Outlook", "choose", "decide"]
+__all__ = ["Choice", "Option", "Outlook", "choose", "decide", "placement_of"]
 
 _MOST_OPTIONS = 64
 """Only so many of the fastest strategies are weighed with their moves."""
+_RUNNERS_UP = 5
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,9 +83,6 @@ def choose(
     candidates, illegal = allowed_strategies(job, devices)
     if not candidates:
         raise ConfigError(_nothing_legal(job, sum(map(len, devices.values())), illegal))
-    if current is not None:
-        # The micro-batch size that a person need not write.
-        current = replace(current, layout=job.strategy(current.layout).layout)
     found = evaluate(job.model, cluster, candidates)
     if must_run and not found.fastest(cluster.memory_bytes):
         cluster = replace(cluster, memory_bytes=float(found.memory_bytes.min()))
@@ -120,20 +118,11 @@ def decide(
     fitting = found.fastest(cluster.memory_bytes)
     if not fitting:
         raise ConfigError(_nothing_fits(cluster, found, devices))
-    kept = [
-        index
-        for index in fitting
-        if current is not None and found.strategies[index].layout == current.layout
-    ]
-    sizes = StateSizes.of(model)
-    weighing = _Weighing(
-        sizes, model.num_layers, cluster, devices, current, is_running, outlook.restart_s
-    )
-    options = [
-        weighing.option(found, index)
-        for index in dict.fromkeys((*fitting[:_MOST_OPTIONS], *kept[:1]))
-    ]
-    ranked = sorted(options, key=lambda option: (-option.steps(outlook), option.moved_bytes))
+    source = None
+    if current is not None:
+        source = Source(StateSizes.of(model), model.num_layers, current)
+    weighing = _Weighing(cluster, devices, current, source, is_running, outlook)
+    ranked = weighing.ranked(found, fitting)
     best = ranked[0]
     for option in ranked[1:]:
         stays = current is not None and option.strategy.layout == current.layout
@@ -143,50 +132,64 @@ def decide(
     others = tuple(
         (option, _why_not(option, best, outlook)) for option in ranked if option is not best
     )
-    return Choice(best, _reason(best, devices, outlook), others[:5])
+    return Choice(best, _reason(best, devices, outlook), others[:_RUNNERS_UP])
 
 
 @dataclass(frozen=True, slots=True)
 class _Weighing:
     """What the move to any strategy is counted with; see `decide`."""
 
-    sizes: StateSizes
-    num_layers: int
     cluster: ClusterProfile
     devices: Mapping[str, tuple[int, ...]]
     current: Placement | None
+    source: Source | None
     is_running: bool
-    restart_s: float
+    outlook: Outlook
 
-    def option(self, found: Evaluated, index: int) -> Option:
+    def ranked(self, found: Evaluated, fastest: Sequence[int]) -> list[Option]:
+        """Options by the steps they finish, the most first.
+
+        Whatever is slower than the next in `fastest` finishes less than that without any move:
+        the rest is left out as soon as it can't win.
+        """
+        same = [] if self.current is None else found.with_layout(self.current.layout)
+        fitting = [
+            index for index in same if found.memory_bytes[index] <= self.cluster.memory_bytes
+        ]
+        kept = sorted(fitting, key=lambda index: found.step_s[index])[:1]
+        options: list[Option] = [self._option(found, index) for index in kept]
+        for index in fastest[:_MOST_OPTIONS]:
+            at_most = self.outlook.next_change_s / found.step_s[index]
+            best = max((option.steps(self.outlook) for option in options), default=0.0)
+            if len(options) > _RUNNERS_UP and at_most < best:
+                break
+            if index not in kept:
+                options.append(self._option(found, index))
+        return sorted(options, key=lambda one: (-one.steps(self.outlook), one.moved_bytes))
+
+    def _option(self, found: Evaluated, index: int) -> Option:
         """One strategy with its move."""
         strategy = found.strategies[index]
         ranks = place_ranks(strategy.layout, self.devices)
-        arriving = self._arriving(strategy, ranks)
-        move_s = 0.0 if arriving is None else self.restart_s + self._seconds(arriving)
-        return Option(
-            strategy,
-            ranks,
-            float(found.step_s[index]),
-            float(found.memory_bytes[index]),
-            sum((arriving or {}).values()),
-            move_s,
-        )
+        moved_bytes, move_s = 0.0, 0.0
+        stays = self.current is not None and strategy.layout == self.current.layout
+        if self.source is not None and not (self.is_running and stays):
+            nodes = {rank: node for rank, (node, _) in enumerate(ranks)}
+            moves = self.source.moves(placement_of(strategy, nodes))
+            moved_bytes = moves.moved_bytes
+            move_s = self.outlook.restart_s + moves.slowest(self.cluster).seconds
+        step_s, memory = float(found.step_s[index]), float(found.memory_bytes[index])
+        return Option(strategy, ranks, step_s, memory, moved_bytes, move_s)
 
-    def _arriving(
-        self, strategy: Strategy, ranks: tuple[tuple[str, int], ...]
-    ) -> dict[str, float] | None:
-        """Bytes that each node has to receive; None where nothing changes."""
-        if self.current is None or (self.is_running and strategy.layout == self.current.layout):
-            return None
-        nodes = {rank: node for rank, (node, _) in enumerate(ranks)}
-        target = Placement(strategy.layout, nodes, is_sharded=strategy.zero_stage > 0)
-        return bytes_to_move(self.sizes, self.num_layers, self.current, target)
 
-    def _seconds(self, arriving: Mapping[str, float]) -> float:
-        """The node that waits longest; every device's share of the network carries its own."""
-        rate = self.cluster.network_bandwidth * self.cluster.network_efficiency
-        return max(nbytes / (rate * len(self.devices[node])) for node, nbytes in arriving.items())
+def placement_of(strategy: Strategy, nodes: Mapping[int, str]) -> Placement:
+    """Where the state of a strategy lies when its ranks run on these nodes."""
+    return Placement(
+        strategy.layout,
+        nodes,
+        is_sharded=strategy.zero_stage > 0,
+        is_bucketed=strategy.overlaps_gradients,
+    )
 
 
 def _reason(best: Option, devices: Mapping[str, tuple[int, ...]], outlook: Outlook) -> str:
@@ -197,8 +200,8 @@ def _reason(best: Option, devices: Mapping[str, tuple[int, ...]], outlook: Outlo
     )
     if best.move_s:
         text += (
-            f"; {best.moved_bytes / 1e9:.3g} GB move between nodes, {best.steps(outlook):.0f} "
-            f"steps in the next {outlook.next_change_s:.0f} s"
+            f"; {_size(best.moved_bytes)} move between nodes, {best.steps(outlook):.0f} steps in "
+            f"the next {outlook.next_change_s:.0f} s"
         )
     return text
 
@@ -208,8 +211,12 @@ def _why_not(option: Option, best: Option, outlook: Outlook) -> str:
     if theirs > ours:
         return f"gains only {theirs / ours - 1:.1%} over the layout that runs"
     if option.step_s < best.step_s:
-        return f"is faster, but moves {option.moved_bytes / 1e9:.3g} GB first"
+        return f"is faster, but moves {_size(option.moved_bytes)} first"
     return f"{option.step_s / best.step_s - 1:.1%} slower per step"
+
+
+def _size(nbytes: float) -> str:
+    return f"{nbytes / 1e6:.3g} MB" if nbytes < 1e9 else f"{nbytes / 1e9:.3g} GB"
 
 
 def _nothing_legal(job: Job, total: int, illegal: Sequence[tuple[str, str]]) -> str:

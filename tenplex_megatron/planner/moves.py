@@ -1,69 +1,163 @@
-"""How many bytes does a change of layout move between nodes, before any tensor is described?
+"""How many bytes does a change of layout move over which link, before any tensor is described?
 
-A layer's state is a line of bytes: tensor parallelism gives every rank a range of it, a sharded
-optimizer a range of that range.  What a new rank needs and its node does not hold has to travel,
-as in the exact plan (`core.plan`); only the rounding of single tensors is left out here.
+What a new rank needs and its node does not hold has to travel, as in the exact plan (`core.plan`);
+where several nodes hold it, the busiest of them sends as little as possible.  See `holders` for
+what is simplified.
 """
 
-import bisect
-import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
 from dataclasses import dataclass
-from typing import Self
 
-from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.planner.memory.parameters import embedding_sizes, layer_sizes, output_sizes
-from tenplex_megatron.planner.profile import ModelProfile
+import numpy as np
+from numpy.typing import NDArray
 
-__all__ = ["Placement", "StateSizes", "bytes_to_move"]
+from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.holders import Area, Division, Placement, StateSizes
 
-type _Range = tuple[int, int]
+__all__ = ["Moves", "Placement", "Source", "StateSizes", "Wait", "bytes_to_move"]
 
-_BYTES_PER_PARAMETER = 12
-"""An fp32 master and Adam's two moments."""
+type _Bools = NDArray[np.bool_]
+type _Floats = NDArray[np.float64]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StateSizes:
-    """Bytes of fp32 masters and moments, which is all that travels, of the whole model."""
-
-    layer: float
-    """One layer without its experts."""
-    experts: float = 0.0
-    """All experts of one layer."""
-    input: float = 0.0
-    """What the first stage has besides layers."""
-    output: float = 0.0
-    """What the last stage has besides layers and a tied embedding."""
-
-    @classmethod
-    def of(cls, model: ModelProfile) -> Self:
-        """The sizes of a model, where dense layers among those with experts are spread evenly."""
-        sparse_layers = model.num_layers - model.num_dense_layers if model.num_experts else 0
-        share = sparse_layers / model.num_layers
-        layer = (1 - share) * sum(layer_sizes(model, 1, 1, has_experts=False).replicated)
-        experts = 0.0
-        if sparse_layers:
-            sparse = layer_sizes(model, 1, model.num_experts, has_experts=True)
-            layer += share * sum(sparse.replicated)
-            experts = share * model.num_experts * sum(sparse.expert)
-        output = output_sizes(model, 1, is_tied_here=model.is_tied)
-        return cls(
-            layer=_BYTES_PER_PARAMETER * layer,
-            experts=_BYTES_PER_PARAMETER * experts,
-            input=_BYTES_PER_PARAMETER * sum(embedding_sizes(model, 1)),
-            output=_BYTES_PER_PARAMETER * sum(output),
-        )
+_ROUNDS = 2
 
 
 @dataclass(frozen=True, slots=True)
-class Placement:
-    """Where the ranks of a layout run; ranks whose node is gone are left out of `nodes`."""
+class Wait:
+    """How long one node is busy in one direction."""
 
-    layout: ParallelLayout
-    nodes: Mapping[int, str]
-    is_sharded: bool = True
-    """Whether each data-parallel rank holds its share of the optimizer's state only."""
+    seconds: float
+    node: str
+    direction: str
+    """`arriving`, `leaving` or `within`."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Moves:
+    """Bytes of a change of layout."""
+
+    nodes: tuple[str, ...]
+    """Those with new ranks, in the order of the ranks."""
+    ranks: tuple[int, ...]
+    """New ranks on each node."""
+    within: _Floats
+    """Bytes copied inside each node, whichever of its devices held them."""
+    remote: _Floats
+    """Bytes that each node (column) wants and some group of other nodes (row) holds."""
+    sends: _Floats
+    """The share of what is wanted from each group (row) that each node (column) sends."""
+
+    @property
+    def arriving(self) -> _Floats:
+        """Bytes each node gets from elsewhere; missing ones count as if they could be got."""
+        found: _Floats = self.remote.sum(axis=0)
+        return found
+
+    @property
+    def leaving(self) -> _Floats:
+        """Bytes each node sends to others."""
+        found: _Floats = self.remote.sum(axis=1) @ self.sends
+        return found
+
+    @property
+    def missing(self) -> _Floats:
+        """Bytes each node wants that no node with a new rank holds: lost, or out of reach."""
+        found: _Floats = self.remote[~self.sends.any(axis=1)].sum(axis=0)
+        return found
+
+    @property
+    def moved_bytes(self) -> float:
+        """Bytes that pass between nodes."""
+        return float(self.leaving.sum())
+
+    def between(self) -> dict[tuple[str, str], float]:
+        """Bytes from one node to another, where there are any."""
+        link = self.sends.T @ self.remote
+        return {
+            (self.nodes[source], self.nodes[target]): float(link[source, target])
+            for source, target in zip(*np.nonzero(link), strict=True)
+        }
+
+    def slowest(self, cluster: ClusterProfile) -> Wait:
+        """The node that is busy longest; every rank there has its device's share of a link."""
+        network = cluster.network_bandwidth * cluster.network_efficiency
+        inside = cluster.node_bandwidth * cluster.node_efficiency
+        loads = (
+            ("arriving", self.arriving, network),
+            ("leaving", self.leaving, network),
+            ("within", self.within, inside),
+        )
+        waits = []
+        for direction, load, rate in loads:
+            seconds = load / (rate * np.array(self.ranks))
+            index = int(seconds.argmax())
+            waits.append(Wait(float(seconds[index]), self.nodes[index], direction))
+        return max(waits, key=lambda wait: wait.seconds)
+
+
+class Source:
+    """Where the state is now, prepared so that the moves to many targets can be counted."""
+
+    def __init__(self, sizes: StateSizes, num_layers: int, place: Placement) -> None:
+        self._area = Area.of(sizes, num_layers)
+        names = tuple(dict.fromkeys(place.nodes.values()))
+        self._number = {name: index for index, name in enumerate(names)}
+        self._held = Division(self._area, place, names)
+        holders, self._group = np.unique(
+            np.sort(self._held.cells, axis=1), axis=0, return_inverse=True
+        )
+        self._group = self._group.reshape(-1)
+        self._holds: _Bools = np.zeros((len(holders), len(names) + 1), dtype=np.bool_)
+        """Whether each node (column) holds what each group of cells (row) does; no other does."""
+        np.put_along_axis(self._holds, holders, values=True, axis=1)
+        self._holds[:, -1] = False
+
+    def moves(self, target: Placement) -> Moves:
+        """What has to go where for the ranks of `target`."""
+        ranks = Counter(target.nodes.values())
+        nodes = tuple(ranks)
+        demand = self._demand(Division(self._area, target, nodes), len(nodes))
+        # Nobody reads the memory of a node without new ranks.
+        number = [self._number.get(name, len(self._number)) for name in nodes]
+        holds = self._holds[:, number]
+        within = np.where(holds, demand, 0.0)
+        remote = demand - within
+        sends = _balanced(holds, remote.sum(axis=1))
+        return Moves(nodes, tuple(ranks.values()), within.sum(axis=0), remote, sends)
+
+    def _demand(self, wanted_by: Division, num_nodes: int) -> _Floats:
+        """Bytes that each node wants (column) of what each group of cells holds (row)."""
+        area, source = self._area, self._held
+        points = np.sort(np.concatenate([area.edges, source.points, wanted_by.points]))
+        sizes = np.diff(points)
+        used = sizes > 0
+        middle = (points[:-1] + sizes / 2)[used]
+        piece = np.clip(
+            np.searchsorted(area.edges, middle, side="right") - 1, 0, len(area.size) - 1
+        )
+        offset = middle - area.edges[piece]
+        # Both breadths in whole units of one over their product.
+        places = np.unique(
+            np.concatenate(
+                [
+                    np.arange(source.breadth + 1) * wanted_by.breadth,
+                    np.arange(wanted_by.breadth + 1) * source.breadth,
+                ]
+            )
+        )
+        shares = np.diff(places) / (source.breadth * wanted_by.breadth)
+        group = self._group[source.cell(piece, offset, places[:-1] // wanted_by.breadth)]
+        cell = wanted_by.cell(piece, offset, places[:-1] // source.breadth)
+        wanted, which = np.unique(group * len(wanted_by.cells) + cell, return_inverse=True)
+        nbytes = np.bincount(which.reshape(-1), (sizes[used][:, None] * shares).reshape(-1))
+        nodes = wanted_by.cells[wanted % len(wanted_by.cells)]
+        slots = (wanted // len(wanted_by.cells))[:, None] * (num_nodes + 1) + nodes
+        found = np.bincount(
+            slots.reshape(-1),
+            np.repeat(nbytes, nodes.shape[1]),
+            minlength=len(self._holds) * (num_nodes + 1),
+        )
+        return found.reshape(len(self._holds), num_nodes + 1)[:, :-1]
 
 
 def bytes_to_move(
@@ -74,114 +168,41 @@ def bytes_to_move(
     State that no node of `source` holds any more counts as if it arrived too: whether it can is for
     the exact plan to say.
     """
-    arriving = dict.fromkeys(target.nodes.values(), 0.0)
-    shared = _shared_layers(source.layout, target.layout, num_layers)
-    ends = {(0, 0): sizes.input}
-    last = source.layout.pp - 1, target.layout.pp - 1
-    ends[last] = ends.get(last, 0.0) + sizes.output
-    dense = {pair: count * sizes.layer for pair, count in shared.items()}
-    for pair, nbytes in ends.items():
-        dense[pair] = dense.get(pair, 0.0) + nbytes
-    experts = {pair: count * sizes.experts for pair, count in shared.items()}
-    for cut, amounts in ((_Dense(source, target), dense), (_Experts(source, target), experts)):
-        for (old, new), nbytes in amounts.items():
-            for node, share in cut.missing(old, new) if nbytes else ():
-                arriving[node] += share * nbytes
-    return arriving
+    found = Source(sizes, num_layers, source).moves(target)
+    return dict(zip(found.nodes, map(float, found.arriving), strict=True))
 
 
-class _Dense:
-    """Ranges of a dense layer, cut by the tensor axis and then by the optimizer's shards."""
+def _balanced(holds: _Bools, wanted: _Floats) -> _Floats:
+    """The share of what is wanted from each group (row) that each node sends (column).
 
-    def __init__(self, source: Placement, target: Placement) -> None:
-        self._source, self._target = source, target
-        self.units = math.lcm(*(self._parts(place) for place in (source, target)))
-
-    def missing(self, old: int, new: int) -> Iterator[tuple[str, float]]:
-        """Node and share of a layer, for every rank of stage `new` that lacks some of it."""
-        held = self._held(old)
-        for rank, (low, high) in self._ranges(self._target, new):
-            node = self._target.nodes[rank]
-            lacks = (high - low) - _overlap(held.get(node, ()), low, high)
-            if lacks:
-                yield node, lacks / self.units
-
-    def _held(self, stage: int) -> dict[str, list[_Range]]:
-        ranges: dict[str, list[_Range]] = {}
-        for rank, span in self._ranges(self._source, stage):
-            ranges.setdefault(self._source.nodes[rank], []).append(span)
-        return {node: _merged(spans) for node, spans in ranges.items()}
-
-    def _ranges(self, place: Placement, stage: int) -> Iterator[tuple[int, _Range]]:
-        parts = self._parts(place)
-        per_stage = place.layout.world_size // place.layout.pp
-        for rank in range(stage * per_stage, (stage + 1) * per_stage):
-            if rank in place.nodes:
-                number = self._number(place, rank)
-                width = self.units // parts
-                yield rank, (number * width, (number + 1) * width)
-
-    def _parts(self, place: Placement) -> int:
-        layout = place.layout
-        return layout.tp * (layout.dp * layout.cp if place.is_sharded else 1)
-
-    def _number(self, place: Placement, rank: int) -> int:
-        layout, at = place.layout, place.layout.coordinates(rank)
-        if not place.is_sharded:
-            return at.tp
-        return (at.tp * layout.dp + at.dp) * layout.cp + at.cp
+    Each group in turn, the largest first, fills up those of its nodes that send least until then;
+    in a second round it knows what the others did.  That comes within percents of `core.balance`.
+    """
+    count = holds.sum(axis=1)
+    has_choice = (count > 1) & (wanted > 0)
+    sends = np.where(has_choice[:, None], 0.0, holds / np.maximum(count, 1)[:, None])
+    load = wanted @ sends
+    order = np.flatnonzero(has_choice)
+    order = order[np.argsort(-wanted[order], kind="stable")]
+    members = [(row, np.flatnonzero(holds[row])) for row in order]
+    for _ in range(_ROUNDS):
+        for row, nodes in members:
+            others = load[nodes] - sends[row, nodes] * wanted[row]
+            filled = _filled(others, wanted[row])
+            sends[row, nodes] = filled / wanted[row]
+            load[nodes] = others + filled
+    return sends
 
 
-class _Experts(_Dense):
-    """Ranges of a layer's experts: first by expert, then as dense ones."""
+def _filled(load: _Floats, nbytes: float) -> _Floats:
+    """What each of some loads gets of `nbytes`, so that the highest one gets as low as it can.
 
-    def _parts(self, place: Placement) -> int:
-        layout = place.layout
-        return layout.ep * layout.tp * (layout.expert_dp if place.is_sharded else 1)
-
-    def _number(self, place: Placement, rank: int) -> int:
-        layout, at = place.layout, place.layout.expert_coordinates(rank)
-        number = at.ep * layout.tp + at.tp
-        return number * layout.expert_dp + at.dp if place.is_sharded else number
-
-
-def _shared_layers(
-    source: ParallelLayout, target: ParallelLayout, num_layers: int
-) -> dict[tuple[int, int], int]:
-    """How many layers an old and a new stage have in common, where there are any."""
-    stages = zip(_stages(source, num_layers), _stages(target, num_layers), strict=True)
-    shared: dict[tuple[int, int], int] = {}
-    for pair in stages:
-        shared[pair] = shared.get(pair, 0) + 1
-    return shared
-
-
-def _stages(layout: ParallelLayout, num_layers: int) -> list[int]:
-    """The pipeline stage of every layer."""
-    stages = [0] * num_layers
-    for stage in range(layout.pp):
-        for chunk in range(layout.vpp):
-            for layer in layout.layers(num_layers, stage, chunk):
-                stages[layer] = stage
-    return stages
-
-
-def _merged(ranges: Sequence[_Range]) -> list[_Range]:
-    merged: list[_Range] = []
-    for low, high in sorted(ranges):
-        if merged and low <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], high))
-        else:
-            merged.append((low, high))
-    return merged
-
-
-def _overlap(ranges: Sequence[_Range], low: int, high: int) -> int:
-    """How much of [low, high) the sorted, disjoint `ranges` cover."""
-    first = max(bisect.bisect_right(ranges, (low, high)) - 1, 0)
-    covered = 0
-    for start, stop in ranges[first:]:
-        if start >= high:
-            break
-        covered += max(min(stop, high) - max(start, low), 0)
-    return covered
+    >>> [float(share) for share in _filled(np.array([5.0, 1.0, 2.0]), 5.0)]
+    [0.0, 3.0, 2.0]
+    """
+    ordered = np.sort(load)
+    levels = (np.cumsum(ordered) + nbytes) / np.arange(1, len(load) + 1)
+    # The water stands over as many of the lowest as lie below its level.
+    count = int(np.flatnonzero(ordered < levels)[-1])
+    found: _Floats = np.maximum(levels[count] - load, 0.0)
+    return found

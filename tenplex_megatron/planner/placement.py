@@ -4,6 +4,7 @@ Pure. Ranks are spread evenly over the nodes, in node order, and a tensor-parall
 inside a node whenever the free devices allow it.
 """
 
+import bisect
 from collections.abc import Mapping
 
 from tenplex_megatron.core.mesh import ParallelLayout
@@ -18,12 +19,20 @@ def spread(count: int, capacity: Mapping[str, int]) -> dict[str, int]:
     >>> spread(7, {"a": 4, "b": 4})
     {'a': 4, 'b': 3}
     """
-    shares = dict.fromkeys(capacity, 0)
-    for _ in range(count):
-        open_nodes = [node for node in capacity if shares[node] < capacity[node]]
-        if not open_nodes:
-            raise ConfigError(f"{count} ranks do not fit {sum(capacity.values())} places")
-        shares[min(open_nodes, key=lambda node: shares[node])] += 1
+    total = sum(capacity.values())
+    if count > total:
+        raise ConfigError(f"{count} ranks do not fit {total} places")
+
+    def filled(level: int) -> int:
+        return sum(min(size, level) for size in capacity.values())
+
+    level = bisect.bisect_right(range(count + 1), count, key=filled) - 1
+    rest = count - filled(level)
+    shares = {}
+    for node, size in capacity.items():
+        has_more = rest > 0 and size > level
+        shares[node] = min(size, level) + has_more
+        rest -= has_more
     return shares
 
 

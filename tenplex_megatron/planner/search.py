@@ -1,23 +1,25 @@
 """How fast and how large is every strategy a number of devices can run, and which are worth it?
 
-Megatron's axes are enumerated (`space`), their time and memory predicted all at once (`timing`,
-`memory`); what no other strategy beats in both is the frontier of TensorOpt (arXiv 2004.10856).
+Megatron's axes are enumerated (`space`), time and memory predicted for all layouts at once
+(`estimate`), and the choices of single layers tracked for each (`layers`); what no other strategy
+beats in both is the frontier of TensorOpt (arXiv 2004.10856).
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
+from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.columns import RECOMPUTES, Columns, Strategies
+from tenplex_megatron.planner.estimate import memory_bytes, step_times
+from tenplex_megatron.planner.exploration import Exploration
 from tenplex_megatron.planner.frontier import undominated
-from tenplex_megatron.planner.memory.predict import predict_memories
 from tenplex_megatron.planner.profile import ModelProfile
-from tenplex_megatron.planner.space import Scope, strategies
+from tenplex_megatron.planner.space import Scope, layouts
 from tenplex_megatron.planner.strategy import Strategy
-from tenplex_megatron.planner.timing.candidates import Candidates
-from tenplex_megatron.planner.timing.predict import predict_times
 
 __all__ = ["Evaluated", "evaluate", "search"]
 
@@ -26,7 +28,7 @@ __all__ = ["Evaluated", "evaluate", "search"]
 class Evaluated:
     """Strategies of one model with what is predicted of each; all arrays have their length."""
 
-    strategies: tuple[Strategy, ...]
+    strategies: Sequence[Strategy]
     step_s: NDArray[np.float64]
     memory_bytes: NDArray[np.float64]
     """What the fullest device needs, with what allocator and context add."""
@@ -41,17 +43,24 @@ class Evaluated:
     def fastest(self, memory_limit: float) -> list[int]:
         """The strategies that fit, fastest first; among equals the one that needs least memory."""
         order = np.lexsort((self.memory_bytes, self.step_s))
-        return [int(index) for index in order if self.memory_bytes[index] <= memory_limit]
+        return [int(index) for index in order[self.memory_bytes[order] <= memory_limit]]
+
+    def with_layout(self, layout: ParallelLayout) -> list[int]:
+        """The strategies of this layout."""
+        if isinstance(self.strategies, Strategies):
+            return self.strategies.with_layout(layout)
+        return [index for index, one in enumerate(self.strategies) if one.layout == layout]
 
 
 def evaluate(model: ModelProfile, cluster: ClusterProfile, found: Sequence[Strategy]) -> Evaluated:
     """Predict the time and the memory of some strategies."""
     if not found:
         return Evaluated((), np.empty(0), np.empty(0))
+    columns = Columns.of(found)
     return Evaluated(
         tuple(found),
-        np.asarray(predict_times(cluster, Candidates.of(model, found)).step_s),
-        np.asarray(predict_memories(model, cluster, found).required_bytes),
+        step_times(model, cluster, columns),
+        memory_bytes(model, cluster, columns),
     )
 
 
@@ -64,13 +73,18 @@ def search(
     global_batch_size: int,
     micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
     scope: Scope | None = None,
-    keep: Callable[[Strategy], bool] = lambda _: True,
+    keep: Callable[[Strategy], bool] | None = None,
 ) -> Evaluated:
-    """Every strategy within `scope` on at most `devices` devices that `keep` lets through.
+    """The strategies within `scope` on at most `devices` devices that are worth a look.
 
-    `devices_per_node` is one size, or the usable devices of each node; the cluster's by default.
+    All layouts with balanced stages that recompute no or all layers are there. Of the other cuts
+    and numbers of recomputed layers, those are that belong to the frontier, or that make a layout
+    fit which would then be nearly as fast as the best. `devices_per_node` is one size, or the
+    usable devices of each node; the cluster's by default. `keep` judges layouts: it sees each with
+    one of its cuts, and without recomputation.
     """
-    found = strategies(
+    scope = scope or Scope()
+    found = layouts(
         model,
         devices=devices,
         devices_per_node=devices_per_node or cluster.devices_per_node,
@@ -78,4 +92,19 @@ def search(
         micro_batch_sizes=micro_batch_sizes,
         scope=scope,
     )
-    return evaluate(model, cluster, [one for one in found if keep(one)])
+    if keep is not None:
+        found = found.at(
+            np.flatnonzero([keep(found.strategy(place)) for place in range(len(found))])
+        )
+    if not len(found):
+        return Evaluated((), np.empty(0), np.empty(0))
+    return Evaluated(*Exploration(model, cluster, _with_kinds(found, scope), scope).run())
+
+
+def _with_kinds(found: Columns, scope: Scope) -> Columns:
+    """Layouts that recompute no layer fully, and those that recompute the core of attention."""
+    kinds = [0] if set(scope.recompute) - {"selective"} else []
+    if "selective" in scope.recompute:
+        kinds.append(RECOMPUTES.index("selective"))
+    places = np.repeat(np.arange(len(found)), len(kinds))
+    return replace(found.at(places), recompute=np.tile(np.array(kinds), len(found)))

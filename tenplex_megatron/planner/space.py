@@ -5,14 +5,21 @@ but is left out because something better is known to exist.
 """
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from functools import cache
+from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
-from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
+from tenplex_megatron.planner.columns import (
+    ALL_LAYERS,
+    FUSIONS,
+    PRECISIONS,
+    RECOMPUTES,
+    Columns,
+    Cut,
+    Integers,
+)
+from tenplex_megatron.planner.cuts import balanced_cuts
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.rules import (
     batch_rules,
@@ -24,10 +31,7 @@ from tenplex_megatron.planner.rules import (
 )
 from tenplex_megatron.planner.strategy import LossFusion, Precision, Recompute, Strategy
 
-__all__ = ["EVERYTHING", "RECOMPUTES", "Scope", "broken_rules", "columns", "strategies"]
-
-RECOMPUTES: tuple[Recompute, ...] = ("none", "selective", "full")
-"""In `columns` a kind of recomputation is its place in this list."""
+__all__ = ["EVERYTHING", "RECOMPUTES", "Scope", "broken_rules", "layouts", "strategies"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,8 +41,10 @@ class Scope:
     zero_stages: tuple[int, ...] = (0, 1)
     """Replicated or distributed optimizer; 2 and 3 are Megatron-FSDP."""
     recompute: tuple[Recompute, ...] = RECOMPUTES
+    some_layers: bool = True
+    """Whether full recomputation may be that of some layers of each stage only."""
     uneven_stages: bool = True
-    """Also stages of different sizes, with embedding and loss counted as a layer each or not."""
+    """Also stages of different sizes."""
     max_virtual_stages: int | None = 8
     """Model chunks per stage at most; each more costs messages, for ever less of a bubble."""
     tensor_leaves_node: bool = False
@@ -76,11 +82,48 @@ def strategies(
     micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
     scope: Scope | None = None,
 ) -> list[Strategy]:
-    """Every strategy within `scope` that Megatron runs on at most `devices` devices.
+    """Every strategy within `scope` with balanced stages that recompute all layers or none.
 
-    `devices_per_node` is one size for all nodes, of which the last may be filled in part, or the
-    usable devices of each node. The order is the same in every run: by the sizes of the axes TP,
-    CP, PP, VPP, EP, then larger DP first.
+    See `layouts` for the arguments and errors. The order is the same in every run.
+    """
+    scope = scope or Scope()
+    found = layouts(
+        model,
+        devices=devices,
+        devices_per_node=devices_per_node,
+        global_batch_size=global_batch_size,
+        micro_batch_sizes=micro_batch_sizes,
+        scope=scope,
+    )
+    kinds = [RECOMPUTES.index(kind) for kind in scope.recompute]
+    cuts: dict[Cut, int] = {}
+    rows = [
+        (place, cuts.setdefault(cut, len(cuts)), kind)
+        for place, (pp, vpp) in enumerate(zip(found.pp.tolist(), found.vpp.tolist(), strict=True))
+        for cut in balanced_cuts(model.num_layers, pp, vpp, uneven=scope.uneven_stages)
+        for kind in kinds
+    ]
+    layout, cut, recompute = np.array(rows, dtype=np.int64).reshape(-1, 3).T
+    found = replace(found.at(layout), cut=cut, cuts=tuple(cuts), recompute=recompute)
+    return [found.strategy(place) for place in range(len(found))]
+
+
+def layouts(
+    model: ModelProfile,
+    *,
+    devices: int,
+    devices_per_node: int | Sequence[int],
+    global_batch_size: int,
+    micro_batch_sizes: Sequence[int] = (1, 2, 4, 8),
+    scope: Scope | None = None,
+) -> Columns:
+    """Every layout within `scope` that Megatron runs on at most `devices` devices.
+
+    That is every choice but those of single layers: which stage holds them, and whether they are
+    recomputed. Each entry has one of its cuts, and recomputes nothing. `devices_per_node` is one
+    size for all nodes, of which the last may be filled in part, or the usable devices of each node.
+    The order is the same in every run: by the sizes of the axes TP, CP, PP, VPP, EP, then larger DP
+    first.
 
     Raises:
         ConfigError: a size below 1, or nodes that do not hold the devices.
@@ -98,30 +141,56 @@ def strategies(
         ]
         for micro in sorted(set(micro_batch_sizes))
     }
-    found: list[Strategy] = []
+    cuts: dict[Cut, int] = {}
+    rows: list[tuple[int, ...]] = []
     for tp in _tensor_sizes(model, nodes, scope):
         groups = devices // tp if scope.tensor_leaves_node else sum(size // tp for size in nodes)
         for cp, with_sp in _sequence_splits(model, tp, groups, scope):
             split = _Split(tp, cp, groups // cp, with_sp)
-            for layout in _layouts(model, split, global_batch_size, batches, scope):
-                found += _choices(layout, with_sp, global_batch_size, scope)
-    return found
+            for pp, vpp, ep, micro, dp, cut in _axes(
+                model, split, global_batch_size, batches, scope
+            ):
+                place = cuts.setdefault(cut, len(cuts))
+                # An optimizer needs two replicas to be distributed.
+                zero_stages = scope.zero_stages if dp * cp > 1 else (0,)
+                rows += [
+                    (tp, pp, dp, vpp, cp, ep, micro, sequence_parallel, zero_stage, place)
+                    for sequence_parallel in with_sp
+                    for zero_stage in zero_stages
+                ]
+    return _columns(rows, tuple(cuts), global_batch_size, scope)
 
 
-def columns(found: Sequence[Strategy]) -> dict[str, NDArray[np.int64]]:
-    """The same strategies as one integer array of `len(found)` per axis, for vectorized costs."""
-    recompute = {kind: index for index, kind in enumerate(RECOMPUTES)}
-    names = "tp pp dp vpp cp ep micro_batch_size num_micro_batches sequence_parallel zero_stage"
-    rows = [
-        (
-            *(s.layout.tp, s.layout.pp, s.layout.dp, s.layout.vpp, s.layout.cp, s.layout.ep),
-            *(s.micro_batch_size, s.num_micro_batches, s.sequence_parallel, s.zero_stage),
-            recompute[s.recompute],
-        )
-        for s in found
-    ]
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 11)
-    return dict(zip([*names.split(), "recompute"], table.T.copy(), strict=True))
+def _columns(
+    rows: Sequence[tuple[int, ...]], cuts: tuple[Cut, ...], batch: int, scope: Scope
+) -> Columns:
+    table = np.array(rows, dtype=np.int64).reshape(len(rows), 10).T.copy()
+    tp, pp, dp, vpp, cp, ep, micro, sequence_parallel, zero_stage, cut = table
+
+    def all_of(value: int) -> Integers:
+        return np.full(len(rows), value, dtype=np.int64)
+
+    return Columns(
+        tp=tp,
+        pp=pp,
+        dp=dp,
+        vpp=vpp,
+        cp=cp,
+        ep=ep,
+        micro_batch_size=micro,
+        global_batch_size=all_of(batch),
+        sequence_parallel=sequence_parallel,
+        zero_stage=zero_stage,
+        recompute=all_of(0),
+        recompute_layers=all_of(ALL_LAYERS),
+        precision=all_of(PRECISIONS.index(scope.precision)),
+        is_flash=all_of(scope.is_flash),
+        loss_fusion=all_of(FUSIONS.index(scope.loss_fusion)),
+        overlaps_gradients=all_of(scope.overlaps_gradients),
+        overlaps_tensor_parallel=scope.overlaps_tensor_parallel * sequence_parallel,
+        cut=cut,
+        cuts=cuts,
+    )
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,25 +244,20 @@ def _sequence_splits(
             yield cp, with_sp
 
 
-def _layouts(
+def _axes(
     model: ModelProfile,
     split: _Split,
     batch: int,
     replicas: dict[int, list[int]],
     scope: Scope,
-) -> Iterator[ParallelLayout]:
-    """Every layout that splits layers like `split`.
+) -> Iterator[tuple[int, int, int, int, int, Cut]]:
+    """PP, VPP, EP, micro-batch, DP and a cut of every layout that splits layers like `split`.
 
     `replicas` are the data-parallel sizes that divide the batch, by size of the micro-batch.
     """
-    cuts = _stages(
-        model.num_layers,
-        split.groups,
-        uneven=scope.uneven_stages,
-        max_virtual=scope.max_virtual_stages or model.num_layers + 2,
-    )
-    for pp, vpp, stage_layers in cuts:
-        for ep in _expert_sizes(model, split):
+    expert_sizes = _expert_sizes(model, split)
+    for pp, vpp, cut in _pipelines(model.num_layers, split.groups, scope):
+        for ep in expert_sizes:
             for micro, sizes in replicas.items():
                 for dp in sizes:
                     # Experts are split over data and context axis: `ParallelLayout` asks for it.
@@ -201,9 +265,20 @@ def _layouts(
                         continue
                     if vpp > 1 and not holds(batch_rules(batch, micro, dp, pp, vpp)):
                         continue
-                    yield ParallelLayout(split.tp, pp, dp, vpp, split.cp, ep, micro, stage_layers)
+                    yield pp, vpp, ep, micro, dp, cut
                     if not scope.fewer_replicas:
                         break
+
+
+def _pipelines(num_layers: int, largest: int, scope: Scope) -> Iterator[tuple[int, int, Cut]]:
+    """PP and VPP of at most `largest` stages, with a cut for each."""
+    parts = num_layers + 2  # embedding and loss may have stages of their own
+    most = scope.max_virtual_stages or parts
+    for pp in range(1, min(largest, parts) + 1):
+        for vpp in range(1, min(most, parts // pp) + 1 if pp > 1 else 2):
+            cuts = balanced_cuts(num_layers, pp, vpp, uneven=scope.uneven_stages)
+            if cuts:
+                yield pp, vpp, cuts[0]
 
 
 def _expert_sizes(model: ModelProfile, split: _Split) -> list[int]:
@@ -213,68 +288,3 @@ def _expert_sizes(model: ModelProfile, split: _Split) -> list[int]:
         for ep in range(1, largest + 1)
         if holds(expert_rules(model, split.tp, ep, with_sp=split.with_sp[-1]))
     ]
-
-
-def _choices(
-    layout: ParallelLayout, with_sp: Sequence[bool], batch: int, scope: Scope
-) -> list[Strategy]:
-    """What else can be chosen for a layout; an optimizer needs two replicas to be distributed."""
-    stages = scope.zero_stages if layout.dp * layout.cp > 1 else (0,)
-    return [
-        Strategy(
-            layout=layout,
-            global_batch_size=batch,
-            sequence_parallel=sequence_parallel,
-            zero_stage=zero_stage,
-            recompute=recompute,
-            precision=scope.precision,
-            is_flash=scope.is_flash,
-            loss_fusion=scope.loss_fusion,
-            overlaps_gradients=scope.overlaps_gradients,
-            overlaps_tensor_parallel=scope.overlaps_tensor_parallel and sequence_parallel,
-        )
-        for sequence_parallel in with_sp
-        for zero_stage in stages
-        for recompute in scope.recompute
-    ]
-
-
-type _StageCut = tuple[int, int, tuple[int, ...] | None]
-"""PP, VPP and the layers of each stage in model order, None where all are equal."""
-
-
-@cache
-def _stages(num_layers: int, largest: int, *, uneven: bool, max_virtual: int) -> list[_StageCut]:
-    """Every way to cut the layers into at most `largest` pipeline stages."""
-    cuts: list[_StageCut] = []
-    for pp in range(1, min(largest, num_layers + 2) + 1):
-        for vpp in range(1, min(max_virtual, (num_layers + 2) // pp) + 1 if pp > 1 else 2):
-            if num_layers % (pp * vpp) == 0:
-                cuts.append((pp, vpp, None))
-            if uneven:
-                cuts += [(pp, vpp, sizes) for sizes in _uneven_stages(num_layers, pp, vpp)]
-    return cuts
-
-
-def _uneven_stages(num_layers: int, pp: int, vpp: int) -> list[tuple[int, ...]]:
-    """Balanced stages of different sizes, with embedding and loss counted as layers or not.
-
-    What is left over goes to late stages, which keep fewer micro-batches in flight, but not to the
-    last, which has the loss. Interleaved stages are cut only where nothing is left over.
-
-    >>> _uneven_stages(6, 4, 1)
-    [(1, 2, 2, 1), (2, 2, 2, 0)]
-    """
-    parts, found = pp * vpp, []
-    for embedding, loss in ((0, 0), (0, 1), (1, 1)):
-        share, rest = divmod(num_layers + embedding + loss, parts)
-        if share == 0 or (rest and vpp > 1):
-            continue
-        sizes = [share] * parts
-        for stage in range(parts - 1 - rest, parts - 1):
-            sizes[stage] += 1
-        sizes[0] -= embedding
-        sizes[-1] -= loss
-        if len(set(sizes)) > 1 and tuple(sizes) not in found:
-            found.append(tuple(sizes))
-    return found

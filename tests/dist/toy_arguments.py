@@ -5,7 +5,7 @@ import sys
 from collections.abc import Sequence
 from dataclasses import replace
 
-from tenplex_megatron.adapters.base import ArgumentAdapter
+from tenplex_megatron.adapters.arguments import ArgumentAdapter
 from tenplex_megatron.cli.run import parse_options
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.elastic.launch import run_node

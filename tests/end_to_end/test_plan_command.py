@@ -11,11 +11,13 @@ from pathlib import Path
 
 import pytest
 
+from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
 from tenplex_megatron.cli.describe import Describer, Script
 from tenplex_megatron.cli.stored import find_jobs
 from tenplex_megatron.core.codec import decode, encode
 from tenplex_megatron.core.collection import TensorCollection
 from tenplex_megatron.core.mesh import ParallelLayout
+from tenplex_megatron.planner.moves import Placement, StateSizes, bytes_to_move
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "pretrain_gpt.py"
 FLAGS = """
@@ -74,6 +76,15 @@ def stored(
         shutil.rmtree(root)
 
 
+def predicted_bytes(layout: str) -> float:
+    """What leaves node a for TP1,PP4,DP1 on two nodes, without a tensor described."""
+    source, target = ParallelLayout.parse(layout), ParallelLayout.parse("TP1,PP4,DP1")
+    model = MegatronArguments().profile(CASES[layout])
+    before = Placement(source, dict.fromkeys(range(source.world_size), "a"))
+    after = Placement(target, dict(enumerate(["a", "a", "new0", "new0"])))
+    return sum(bytes_to_move(StateSizes.of(model), model.num_layers, before, after).values())
+
+
 def stored_collection(root: Path) -> TensorCollection:
     (job,) = find_jobs(root)
     reader = job.nodes["a"].reader(2)
@@ -105,6 +116,7 @@ def test_a_stored_job_goes_to_more_nodes(stored: tuple[str, Path], tmp_path: Pat
     assert sizes["needed"] == sum(row["bytes"] for row in values["moves"])
     assert sizes["moved"] == sum(row["received"] for row in values["ranks"])
     assert values["created_boxes"] == 0
+    assert sizes["moved"] == pytest.approx(predicted_bytes(layout), abs=0.03 * sizes["state"])
     assert all(name.startswith("random/") for name in values["unused_tensors"])
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tenplex_megatron.adapters.megatron import arguments
+from tenplex_megatron.cli.what_if import is_what_if
 from tenplex_megatron.config import parse_policy
 from tenplex_megatron.core.mesh import ParallelLayout
 
@@ -37,8 +38,11 @@ def test_every_command_is_one_that_exists(command: list[str]) -> None:
         assert script.is_file()
         assert all(flag in script.read_text() + _python_of(script) for flag in command[1:])
         return
-    module = importlib.import_module(f"tenplex_megatron.cli.{command[1]}")
-    module.build_parser().parse_args(command[2:])
+    name, arguments = command[1], command[2:]
+    if name == "plan" and is_what_if(arguments):
+        name = "what_if"
+    module = importlib.import_module(f"tenplex_megatron.cli.{name}")
+    module.build_parser().parse_args(arguments)
 
 
 def _python_of(script: Path) -> str:

@@ -11,7 +11,7 @@ import math
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from tenplex_megatron.adapters.base import ArgumentAdapter
+from tenplex_megatron.adapters.arguments import ArgumentAdapter
 from tenplex_megatron.adapters.megatron.described import described_model, described_strategy
 from tenplex_megatron.adapters.megatron.flags import by_flag, job_parser, read_flags
 from tenplex_megatron.core.mesh import ParallelLayout

@@ -11,9 +11,9 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-__all__ = ["BUCKET_END", "BufferElements", "buffer_elements"]
+__all__ = ["BUCKET_END", "TENSOR_START", "BufferElements", "buffer_elements"]
 
-_START = 64
+TENSOR_START = 64
 """Every parameter of a sharded buffer starts at a multiple of this."""
 BUCKET_END = 128
 """Every bucket of a sharded buffer ends at a multiple of this and of the number of shards."""
@@ -61,7 +61,7 @@ def _buckets(
     start = position = 0
     spans: list[tuple[int, int]] = []
     for place in range(len(sizes) - 1, -1, -1):
-        position = _up(position, _START)
+        position = _up(position, TENSOR_START)
         if place == alone and spans:
             stop = _up(position, end)
             yield start, stop, spans

@@ -24,6 +24,7 @@ type Array = NDArray[np.float64]
 SELECTIVE = 1.0
 FULL = 2.0
 _RECOMPUTE = {"none": 0.0, "selective": SELECTIVE, "full": FULL}
+_LOSS_FUSION = {"none": 0.0, "native": 1.0, "te": 2.0}
 _ELEMENT_BYTES = {"fp32": 4.0, "fp16": 2.0, "bf16": 2.0, "fp8": 2.0}
 
 
@@ -34,16 +35,26 @@ class Candidates:
     num_layers: Array
     hidden_size: Array
     num_heads: Array
-    kv_size: Array
-    """Channels of all keys; the values have as many."""
     query_size: Array
     """Channels of all heads together."""
+    score_size: Array
+    """Channels in which all queries meet keys: with latent attention those of positions too."""
+    value_size: Array
+    """Channels of the values as all heads see them."""
+    kv_size: Array
+    """Channels of all keys and values that attention reads."""
+    query_rank: Array
+    """Channels of the latent queries are made of; 0 without latent attention."""
+    kv_rank: Array
+    """Channels of the latent keys and values are made of, their positions not counted."""
     ffn_size: Array
     seq_length: Array
     vocab_size: Array
     is_gated: Array
     is_tied: Array
     num_experts: Array
+    expert_layers: Array
+    """The part of the layers that have experts."""
     experts_per_token: Array
     expert_ffn_size: Array
     shared_expert_ffn_size: Array
@@ -70,6 +81,8 @@ class Candidates:
     gradient_bytes: Array
     """Bytes of a gradient as it is reduced: fp32 main gradients except with fp16 (Megatron's
     `--accumulate-allreduce-grads-in-fp32`, implied by `--bf16`)."""
+    loss_fusion: Array
+    """0: none, 1: native, 2: Transformer Engine's."""
     is_fp8: Array
     is_flash: Array
     overlaps_gradients: Array
@@ -107,6 +120,11 @@ class Candidates:
         return np.ceil(self.global_batch_size / (self.micro_batch_size * self.dp))
 
     @property
+    def position_size(self) -> Array:
+        """Channels of the positions that the keys of all heads share; 0 without latents."""
+        return (self.score_size - self.query_size) / self.num_heads
+
+    @property
     def mlp_width(self) -> Array:
         """Columns of the first matrix of the MLP over its `ffn_size`: 2 when gated."""
         return 1.0 + self.is_gated
@@ -123,18 +141,28 @@ def _model_sizes(model: ModelProfile) -> tuple[float, ...]:
         model.num_layers,
         model.hidden_size,
         model.num_heads,
-        model.num_query_groups * model.head_size,
-        model.num_heads * model.head_size,
+        *_attention_sizes(model),
         model.ffn_size,
         model.seq_length,
         model.vocab_size,
         model.is_gated,
         model.is_tied,
         model.num_experts,
+        1.0 - model.num_dense_layers / model.num_layers if model.num_experts else 0.0,
         model.experts_per_token,
         model.expert_ffn_size,
         model.shared_expert_ffn_size,
     )
+
+
+def _attention_sizes(model: ModelProfile) -> tuple[float, ...]:
+    """Channels of queries, scores, values, keys with values, and of both latents."""
+    query, latent = model.num_heads * model.head_size, model.latent
+    if latent is None:
+        return query, query, query, 2 * model.num_query_groups * model.head_size, 0, 0
+    score = query + model.num_heads * latent.rope_head_size
+    value = model.num_heads * latent.value_head_size
+    return query, score, value, score + value, latent.query_rank, latent.key_value_rank
 
 
 def _strategy_sizes(model: ModelProfile, strategy: Strategy) -> tuple[float, ...]:
@@ -157,6 +185,7 @@ def _strategy_sizes(model: ModelProfile, strategy: Strategy) -> tuple[float, ...
         model.num_layers if layers is None else layers,
         _ELEMENT_BYTES[precision],
         2.0 if precision == "fp16" else 4.0,
+        _LOSS_FUSION[strategy.loss_fusion],
         precision == "fp8",
         strategy.is_flash,
         strategy.overlaps_gradients,

@@ -65,9 +65,9 @@ def _context_parallel_s(cluster: ClusterProfile, candidates: Candidates) -> Arra
     if not np.any(c.cp > 1.0):
         return np.zeros(len(c))
     link = collectives.group_link(cluster, c.cp, c.tp)
-    size_bytes = 2.0 * c.tokens * c.cp * c.kv_size / c.tp * c.element_bytes
+    size_bytes = c.tokens * c.cp * c.kv_size / c.tp * c.element_bytes
     moved = collectives.all_gather_s(link, size_bytes)
-    flops = 2.0 * c.tokens * c.seq_length * c.query_size / c.tp
+    flops = c.tokens * c.seq_length * (c.score_size + c.value_size) / c.tp
     rate = cluster.peak_flops * cluster.gemm_efficiency * cluster.flash_efficiency
     attention = flops / rate
     return np.where(c.cp > 1.0, np.maximum(moved - attention, 0.0), 0.0)
@@ -81,7 +81,7 @@ def _expert_parallel_s(cluster: ClusterProfile, candidates: Candidates) -> Array
     link = collectives.group_link(cluster, c.ep, c.tp)
     size_bytes = c.experts_per_token * c.tokens * c.hidden_size * c.element_bytes / c.tp
     once = collectives.all_to_all_s(cluster, link, c.tp, size_bytes)
-    return np.where(c.num_experts > 0.0, 2.0 * once, 0.0)
+    return 2.0 * c.expert_layers * once
 
 
 def send_s(cluster: ClusterProfile, candidates: Candidates) -> Array:

@@ -19,6 +19,14 @@ _FLASH_BACKWARD = 2.5
 """Backward over forward FLOPs of fused attention, which recomputes the scores: 5 matrix products
 instead of 2. Source: Dao et al., FlashAttention, arXiv 2205.14135, section 3.1."""
 
+_LOGIT_BYTES = np.array([52.0, 32.0, 10.0])
+"""Memory traffic of the cross entropy per logit, both passes. Without fusion: a copy in fp32 (6
+bytes read and written), maximum (4), difference (8), exponential (8), sum (4), quotient (8),
+product with the incoming gradient (8), and its copy in 2 bytes (6). The native fusion joins
+difference, exponential and sum (8 for 20), and the last two (6 for 14). Transformer Engine reads
+the 2-byte logits twice, overwrites them with gradients (6) and scales those (4). Source:
+Megatron-core tensor_parallel/cross_entropy.py and fusions/fused_cross_entropy.py."""
+
 
 @dataclass(frozen=True, slots=True)
 class LayerCompute:
@@ -63,16 +71,34 @@ def layer_compute(cluster: ClusterProfile, candidates: Candidates) -> LayerCompu
 
 
 def _attention_gemm_s(cluster: ClusterProfile, candidates: Candidates) -> Array:
-    """Projections to queries, keys and values, and back."""
+    """Projections to queries, keys and values, and back.
+
+    With latent attention every rank projects down, and tensor parallelism splits the way up.
+    Source: DeepSeek-AI, arXiv 2405.04434, section 2.1; Megatron-core
+    transformer/multi_latent_attention.py.
+    """
     c = candidates
-    inputs = (c.query_size + 2.0 * c.kv_size) / c.tp
-    return gemm_s(cluster, c, c.tokens, inputs, c.hidden_size) + gemm_s(
-        cluster, c, c.tokens, c.hidden_size, c.query_size / c.tp
+
+    def product(outputs: Array, inputs: Array) -> Array:
+        return gemm_s(cluster, c, c.tokens, outputs, inputs)
+
+    back = product(c.hidden_size, c.value_size / c.tp)
+    direct = product((c.query_size + c.kv_size) / c.tp, c.hidden_size)
+    if not np.any(c.kv_rank):
+        return direct + back
+    down = product(c.query_rank, c.hidden_size)
+    down += product(c.kv_rank + c.position_size, c.hidden_size)
+    up = product(c.score_size / c.tp, c.query_rank) + product(
+        (c.query_size + c.value_size) / c.tp, c.kv_rank
     )
+    return np.where(c.kv_rank > 0.0, down + up, direct) + back
 
 
 def _mlp_gemm_s(cluster: ClusterProfile, candidates: Candidates) -> Array:
-    """The two products of the MLP, or of the experts a rank holds with balanced routing."""
+    """The two products of the MLP, or of the experts a rank holds with balanced routing.
+
+    Of a model with both kinds of layers, the mean.
+    """
     c = candidates
 
     def both(tokens: Array, width: Array) -> Array:
@@ -91,7 +117,7 @@ def _mlp_gemm_s(cluster: ClusterProfile, candidates: Candidates) -> Array:
         both(c.tokens, np.maximum(c.shared_expert_ffn_size, 1.0)),
         0.0,
     )
-    return np.where(c.num_experts > 0.0, routed + shared, dense)
+    return dense + c.expert_layers * (routed + shared - dense)
 
 
 def _attention_core_s(cluster: ClusterProfile, candidates: Candidates) -> tuple[Array, Array]:
@@ -100,7 +126,7 @@ def _attention_core_s(cluster: ClusterProfile, candidates: Candidates) -> tuple[
     Fused kernels skip the masked half of the scores; without them the scores go through memory.
     """
     c = candidates
-    flops = 4.0 * c.tokens * c.seq_length * c.query_size / c.tp
+    flops = 2.0 * c.tokens * c.seq_length * (c.score_size + c.value_size) / c.tp
     rate = cluster.peak_flops * cluster.gemm_efficiency
     fused = 0.5 * flops / (rate * cluster.flash_efficiency)
     scores = c.tokens * c.seq_length * c.num_heads / c.tp
@@ -119,16 +145,19 @@ def _elementwise_s(cluster: ClusterProfile, candidates: Candidates) -> Array:
 
     Norms and residuals see whole tokens, a t-th of them with sequence parallelism; the rest is
     split by tensor parallelism. Source: Korthikanti et al., arXiv 2205.05198, sections 4.1, 4.2.
+    Latents have norms of their own. Every copy of a token for an expert is read and written four
+    times: sorted by rank and by expert, and back (Megatron-core
+    transformer/moe/token_dispatcher.py).
     """
     c = candidates
-    ffn = np.where(
-        c.num_experts > 0.0,
-        c.expert_ffn_size * c.experts_per_token + c.shared_expert_ffn_size,
-        c.ffn_size,
-    )
+    routed = c.expert_ffn_size * c.experts_per_token + c.shared_expert_ffn_size
+    ffn = c.ffn_size + c.expert_layers * (routed - c.ffn_size)
     whole = 10.0 * c.hidden_size / np.where(c.sequence_parallel > 0.0, c.tp, 1.0)
-    split = (2.0 * (c.query_size + 2.0 * c.kv_size) + (3.0 + c.is_gated) * ffn) / c.tp
-    return _traffic_s(cluster, c.tokens * c.element_bytes * (whole + split))
+    latents = 2.0 * (c.query_rank + c.kv_rank)
+    copies = 8.0 * c.expert_layers * c.experts_per_token * c.hidden_size / c.tp
+    split = (2.0 * (c.score_size + c.kv_size) + (3.0 + c.is_gated) * ffn) / c.tp
+    elements = c.tokens * (whole + latents + copies + split)
+    return _traffic_s(cluster, c.element_bytes * elements)
 
 
 def embedding_s(cluster: ClusterProfile, candidates: Candidates) -> Array:
@@ -139,8 +168,9 @@ def embedding_s(cluster: ClusterProfile, candidates: Candidates) -> Array:
 
 
 def loss_s(cluster: ClusterProfile, candidates: Candidates) -> Array:
-    """Output projection, forward and twice backward, and the cross entropy in fp32."""
+    """Output projection, forward and twice backward, and the cross entropy."""
     c = candidates
     columns = c.vocab_size / c.tp
     gemm = gemm_s(cluster, c, c.tokens, columns, c.hidden_size)
-    return 3.0 * gemm + _traffic_s(cluster, 16.0 * c.tokens * columns)
+    logit_bytes = _LOGIT_BYTES[c.loss_fusion.astype(np.int64)]
+    return 3.0 * gemm + _traffic_s(cluster, logit_bytes * c.tokens * columns)

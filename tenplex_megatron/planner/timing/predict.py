@@ -149,14 +149,16 @@ def stage_parameters(candidates: Candidates) -> tuple[Array, Array]:
     c = candidates
     h = c.hidden_size
     mlp = (1.0 + c.mlp_width) * h
-    shared = np.where(
-        c.num_experts > 0.0, mlp * c.shared_expert_ffn_size + h * c.num_experts, mlp * c.ffn_size
-    )
-    layer = h * (2.0 * c.query_size + 2.0 * c.kv_size) + shared
+    routed = mlp * c.shared_expert_ffn_size + h * c.num_experts
+    latent = c.query_rank * (h + c.score_size) + c.position_size * h
+    latent += c.kv_rank * (h + c.query_size + c.value_size)
+    into = np.where(c.kv_rank > 0.0, latent, h * (c.query_size + c.kv_size))
+    dense = mlp * c.ffn_size
+    layer = into + h * c.value_size + dense + c.expert_layers * (routed - dense)
     tables = np.where((c.pp == 1.0) & (c.is_tied == 0.0), 2.0, 1.0)
     layers = _layers_per_stage(c)
-    dense = (layers * layer + tables * c.vocab_size * h) / c.tp
-    return dense, layers * c.num_experts / c.ep * mlp * c.expert_ffn_size / c.tp
+    experts = c.expert_layers * c.num_experts / c.ep * mlp * c.expert_ffn_size
+    return (layers * layer + tables * c.vocab_size * h) / c.tp, layers * experts / c.tp
 
 
 def _layers_per_stage(candidates: Candidates) -> Array:

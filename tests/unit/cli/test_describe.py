@@ -6,7 +6,7 @@ import time
 from pathlib import Path
 
 FLAGS = ["--num-layers=4", "--num-attention-heads=4", "--global-batch-size=8"]
-FLAGS += ["--micro-batch-size=2", "--hidden-size=64"]
+FLAGS += ["--micro-batch-size=2", "--hidden-size=64", "--seq-length=32"]
 EXPECTED_EXIT = 128 + signal.SIGTERM
 
 

@@ -14,7 +14,7 @@ from tenplex_megatron.core.tensors import Box, TensorSpec
 
 LARGE = 1 << 20
 FLAGS = ["--num-layers=4", "--num-attention-heads=4", "--global-batch-size=8"]
-FLAGS += ["--micro-batch-size=2"]
+FLAGS += ["--micro-batch-size=2", "--hidden-size=64", "--seq-length=32"]
 
 
 def collection(*regions: tuple[int, int]) -> TensorCollection:

@@ -10,7 +10,7 @@ from torch.distributed.elastic.rendezvous import (
     RendezvousTimeoutError,
 )
 
-from tenplex_megatron.adapters.base import ArgumentAdapter
+from tenplex_megatron.adapters.arguments import ArgumentAdapter
 from tenplex_megatron.cli.run import parse_options
 from tenplex_megatron.config import ElasticPolicy, TimeoutPolicy
 from tenplex_megatron.core.region import Region

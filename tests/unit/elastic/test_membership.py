@@ -265,9 +265,9 @@ def test_a_choice_says_what_it_predicts_and_why_not_the_others() -> None:
 def test_a_state_that_lies_elsewhere_counts_the_bytes_that_move() -> None:
     ledger = replace(started(4), generation=1, layout=ParallelLayout(tp=2, pp=2))
     decision = go(ledger, planned(8), version=6, layouts=("TP2,PP2",))
-    assert "GB move between nodes" in decision.reason
+    assert "MB move between nodes" in decision.reason
     earlier = replace(ledger, generation=5)  # the snapshot is not of the last generation
-    assert "GB move" not in go(earlier, planned(8), version=6, layouts=("TP2,PP2",)).reason
+    assert "move between" not in go(earlier, planned(8), version=6, layouts=("TP2,PP2",)).reason
 
 
 def test_a_prediction_that_nothing_fits_ends_no_job_that_runs() -> None:

@@ -82,7 +82,8 @@ def test_a_running_layout_is_left_only_for_a_gain() -> None:
             MODEL, CLUSTER, found, devices, current=current, is_running=True, outlook=OUTLOOK
         )
         assert (choice.best.strategy.layout != current.layout) is leaves
-        assert choice.best.move_s == (10.0 if leaves else 0.0)  # one node holds everything
+        assert choice.best.moved_bytes == 0.0  # one node holds everything
+        assert (10.0 < choice.best.move_s < 11.0) if leaves else (choice.best.move_s == 0.0)
     assert decide(
         MODEL, CLUSTER, found, devices, current=current, is_running=True, outlook=OUTLOOK
     ) == decide(MODEL, CLUSTER, found, devices, current=current, is_running=True, outlook=OUTLOOK)
@@ -115,7 +116,8 @@ def test_a_faster_layout_that_moves_too_much_loses() -> None:
     slow = replace(CLUSTER, network_bandwidth=0.1 * GB)
     choice = decide(MODEL, slow, found, devices, current=source, outlook=OUTLOOK)
     assert choice.best.strategy.layout == source.layout
-    assert (choice.best.moved_bytes, choice.best.move_s) == (0.0, 10.0)
+    assert choice.best.moved_bytes == 0.0
+    assert 10.0 < choice.best.move_s < 11.0  # copied inside each node
     ((other, why),) = choice.runners_up
     layers = MODEL.num_layers * StateSizes.of(MODEL).layer
     assert other.moved_bytes > layers / 2

@@ -7,7 +7,7 @@ import pytest
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError, LayoutError
 from tenplex_megatron.planner.cluster import ClusterProfile
-from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.profile import LatentAttention, ModelProfile
 from tenplex_megatron.planner.strategy import Recompute, Strategy
 from tenplex_megatron.planner.timing import collectives, compute
 from tenplex_megatron.planner.timing.candidates import Candidates
@@ -202,6 +202,16 @@ def test_overlap_hides_communication_but_never_all_of_it() -> None:
     assert hidden_s < shown_s
 
 
+@pytest.mark.parametrize("tp", [1, 2, 8])
+def test_a_fused_loss_saves_its_traffic_on_every_micro_batch(tp: int) -> None:
+    layout = f"TP{tp},MBS4"
+    logits = 128 * MODEL.seq_length * MODEL.vocab_size / tp
+    byte_s = logits / (CLUSTER.memory_bandwidth * CLUSTER.memory_efficiency)
+    fused, native = (step_s(layout, loss_fusion=kind) for kind in ("te", "native"))
+    assert native - fused == pytest.approx(22 * byte_s)
+    assert step_s(layout) - native == pytest.approx(20 * byte_s)
+
+
 def test_a_sharded_optimizer_updates_a_share_of_the_parameters() -> None:
     whole, share = (
         predict_time(MODEL, CLUSTER, strategy("DP8,MBS1", zero_stage=stage)).parts["optimizer"]
@@ -223,6 +233,42 @@ def test_one_expert_that_sees_every_token_is_the_dense_layer() -> None:
         layer_times(CLUSTER, Candidates.of(model, [each])) for model in (MODEL, experts)
     )
     assert routed.forward_s[0] == pytest.approx(dense.forward_s[0], rel=0.02)
+
+
+GROUPED = replace(MODEL, num_query_groups=4, is_gated=True)
+LATENT = replace(
+    MODEL,
+    latent=LatentAttention(
+        query_rank=768, key_value_rank=256, rope_head_size=64, value_head_size=96
+    ),
+)
+
+
+@pytest.mark.parametrize("model", [MODEL, GROUPED, LATENT])
+def test_every_weight_of_a_layer_is_multiplied_once_per_token(model: ModelProfile) -> None:
+    ideal = replace(CLUSTER, memory_bandwidth=1e30, gemm_wave=0.0, flash_efficiency=1.0)
+    candidates = Candidates.of(model, [strategy("PP16,MBS1", batch=16)])
+    weights = stage_parameters(candidates)[0] - model.vocab_size * model.hidden_size
+    channels = model.head_size, model.head_size
+    if model.latent:
+        channels = model.head_size + model.latent.rope_head_size, model.latent.value_head_size
+    scores = model.seq_length / 2 * model.num_heads * sum(channels)
+    flops = 2 * model.seq_length * (weights + scores)
+    found = compute.layer_compute(ideal, candidates).forward_s
+    assert found == pytest.approx(flops / (ideal.peak_flops * ideal.gemm_efficiency))
+
+
+@pytest.mark.parametrize("dense", range(0, 17, 4))
+def test_a_layer_is_the_mean_of_those_with_experts_and_those_without(dense: int) -> None:
+    def forward_s(**sizes: int) -> float:
+        model = replace(MODEL, **sizes)
+        candidates = Candidates.of(model, [strategy("DP8,EP4,MBS2")])
+        return float(compute.layer_compute(CLUSTER, candidates).forward_s[0])
+
+    experts = {"num_experts": 8, "experts_per_token": 2, "expert_ffn_size": 4096}
+    part = dense / MODEL.num_layers
+    mean = part * forward_s() + (1 - part) * forward_s(**experts)
+    assert forward_s(**experts, num_dense_layers=dense) == pytest.approx(mean)
 
 
 def test_experts_are_split_over_ranks_and_their_all_to_all_leaves_the_node() -> None:
