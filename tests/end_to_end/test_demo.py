@@ -55,3 +55,17 @@ def test_every_phase_is_measured(report: dict[str, Any]) -> None:
         phases = {"detect", "stop", "start", "build", "import", "first_step"}
         assert seconds.keys() == phases | {"total"}
         assert seconds["total"] == pytest.approx(sum(seconds[name] for name in phases))
+
+
+def test_every_choice_has_its_reason_and_stands_beside_what_was_measured(
+    report: dict[str, Any],
+) -> None:
+    assert all(change["reason"].startswith("predicted ") for change in report["changes"])
+    assert all("move between nodes" in change["reason"] for change in report["changes"])
+    assert [steps["layout"] for steps in report["steps"]] == [
+        "TP2,PP2,DP2",
+        "TP1,PP4,DP1",
+        "TP1,PP1,DP3",
+        "TP2,PP2,DP2",
+    ]
+    assert all(steps["measured_s"] > 0 and steps["predicted_s"] > 0 for steps in report["steps"])
