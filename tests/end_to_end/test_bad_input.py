@@ -136,7 +136,8 @@ def test_a_world_too_small_is_told_what_would_fit(tenplex: Command) -> None:
 
 def test_a_schedule_that_asks_for_devices_that_do_not_exist_is_refused(tenplex: Command) -> None:
     said = tenplex.run(policy={"schedule": {3: 8}, "layouts": ["TP1,PP2"]})
-    assert said.startswith("schedule.3: expected 1 to 4 devices (here: 4), got 8")
+    assert said.startswith("schedule.3 (")
+    assert said.endswith("policy.yaml, line 5): expected 1 to 4 devices (here: 4), got 8")
 
 
 def test_snapshots_of_another_training_are_left_alone(tenplex: Command) -> None:
