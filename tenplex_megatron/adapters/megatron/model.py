@@ -17,53 +17,20 @@ from megatron.core.dist_checkpointing.mapping import (
     ShardedTensorFactory,
 )
 
+from tenplex_megatron.adapters.parts import Part
 from tenplex_megatron.core.region import Region
-from tenplex_megatron.core.slicing import flat_range
 from tenplex_megatron.errors import UnsupportedLayoutError
 
-__all__ = ["ModelPart", "ModelTensors", "describe_model"]
-
-
-@dataclass(frozen=True, slots=True)
-class ModelPart:
-    """Elements `[start, start + region.numel)` of a flattened local tensor, as one box.
-
-    `key` and `shape` are those of the global tensor.
-    """
-
-    key: str
-    shape: tuple[int, ...]
-    padded: bool
-    region: Region
-    start: int
-
-    @property
-    def stop(self) -> int:
-        """One past the last element of the flattened local tensor."""
-        return self.start + self.region.numel
-
-    def cut(self, start: int, stop: int) -> Iterator[tuple[Region, int, int]]:
-        """The boxes that cover elements `[start, stop)` of the flattened local tensor.
-
-        Yields:
-            (box, first element, one past the last element), in order.
-        """
-        low, high = max(start, self.start), min(stop, self.stop)
-        if low >= high:
-            return
-        position = low
-        for box in flat_range(self.region, low - self.start, high - self.start):
-            yield box, position, position + box.numel
-            position += box.numel
+__all__ = ["ModelTensors", "describe_model"]
 
 
 @dataclass(frozen=True, slots=True)
 class ModelTensors:
     """Local tensors with their parts."""
 
-    tensors: tuple[tuple[torch.Tensor, tuple[ModelPart, ...]], ...]
+    tensors: tuple[tuple[torch.Tensor, tuple[Part, ...]], ...]
 
-    def by_identity(self) -> dict[int, tuple[ModelPart, ...]]:
+    def by_identity(self) -> dict[int, tuple[Part, ...]]:
         """`id(tensor)` -> its parts."""
         return {id(tensor): parts for tensor, parts in self.tensors}
 
@@ -75,7 +42,7 @@ def describe_model(chunks: Sequence[torch.nn.Module], metadata: dict[str, object
         chunks: the model chunks Megatron trains (one per virtual pipeline stage), wrapped or not.
         metadata: Megatron's `sharded_state_dict` metadata.
     """
-    tensors: dict[int, tuple[torch.Tensor, tuple[ModelPart, ...]]] = {}
+    tensors: dict[int, tuple[torch.Tensor, tuple[Part, ...]]] = {}
     for chunk in chunks:
         described: Any = chunk
         for entry in nested_values(described.sharded_state_dict(metadata=metadata)):
@@ -90,7 +57,7 @@ def _has_data(entry: object) -> bool:
     return entry.data is not None and entry.data.numel() > 0
 
 
-def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ModelPart]:
+def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[Part]:
     whole = entry.data
     if not whole.is_contiguous():
         raise UnsupportedLayoutError(
@@ -119,11 +86,11 @@ def _parts(entry: ShardedTensor | ShardedTensorFactory) -> Iterator[ModelPart]:
         )
 
 
-def _part(entry: ShardedTensor, start: int) -> ModelPart:
+def _part(entry: ShardedTensor, start: int) -> Part:
     shape = (1,) * entry.prepend_axis_num + tuple(entry.local_shape)
     low = tuple(entry.global_offset)
     high = tuple(first + size for first, size in zip(low, shape, strict=True))
-    return ModelPart(
+    return Part(
         key=entry.key,
         shape=tuple(entry.global_shape),
         padded=entry.allow_shape_mismatch,

@@ -6,7 +6,6 @@ its ordinary mixed-precision optimizer and its fp32 optimizer, alone or chained
 """
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,10 +18,17 @@ from megatron.core.optimizer.optimizer import (
     param_group_identifier_keys,
 )
 
+from tenplex_megatron.adapters.groups import (
+    common_step,
+    group_values,
+    merged_groups,
+    plain,
+    set_value,
+)
+from tenplex_megatron.adapters.parts import OwnedParameter, states_of
 from tenplex_megatron.errors import LayoutError, UnsupportedLayoutError
 
 __all__ = [
-    "OwnedParameter",
     "chain",
     "load_optimizer_progress",
     "optimizer_progress",
@@ -30,20 +36,6 @@ __all__ = [
     "prepare_state",
     "refresh_model",
 ]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class OwnedParameter:
-    """Elements `[start, stop)` of a flattened model parameter that this rank's optimizer updates.
-
-    `states` holds the value the optimizer updates ("master") and its state of the same size, each
-    of `stop - start` elements.
-    """
-
-    parameter: torch.nn.Parameter
-    start: int
-    stop: int
-    states: Mapping[str, torch.Tensor]
 
 
 def chain(optimizer: MegatronOptimizer) -> tuple[MegatronOptimizer, ...]:
@@ -138,23 +130,15 @@ def _distributed(member: DistributedOptimizer) -> Iterator[OwnedParameter]:
                         parameter,
                         ranges["param"].start,
                         ranges["param"].end,
-                        _same_size(master, tensors),
+                        states_of(master, tensors),
                     )
 
 
 def _whole(
     member: MegatronOptimizer, parameter: torch.nn.Parameter, master: torch.Tensor
 ) -> OwnedParameter:
-    states = _same_size(master, member.optimizer.state[master])
+    states = states_of(master, member.optimizer.state[master])
     return OwnedParameter(parameter, 0, parameter.numel(), states)
-
-
-def _same_size(master: torch.Tensor, state: Mapping[str, Any]) -> dict[str, torch.Tensor]:
-    found = {"master": master.detach().view(-1)}
-    for name, value in state.items():
-        if isinstance(value, torch.Tensor) and value.dim() and value.numel() == master.numel():
-            found[name] = value.detach().view(-1)
-    return found
 
 
 def optimizer_progress(optimizer: MegatronOptimizer) -> list[Any]:
@@ -166,50 +150,25 @@ def optimizer_progress(optimizer: MegatronOptimizer) -> list[Any]:
     for member in chain(optimizer):
         groups: dict[str, Any] = {}
         for group in member.optimizer.param_groups:
-            values = {key: _plain(value) for key, value in group.items() if key != "params"}
-            groups[_group_name(group)] = values
+            groups[_group_name(group)] = group_values(group)
         scaler = getattr(member, "grad_scaler", None)
         progress.append(
             {
                 "groups": groups,
-                "step": _step(member),
+                "step": common_step(member.optimizer),
                 "scaler": _scaler_state(scaler) if scaler else None,
             }
         )
     return progress
 
 
-def _step(member: MegatronOptimizer) -> float | None:
-    steps = {
-        float(state["step"])
-        for state in member.optimizer.state.values()
-        if "step" in state and not isinstance(state["step"], str)
-    }
-    if len(steps) > 1:
-        raise LayoutError(
-            f"optimizer steps differ between parameters of one rank: {sorted(steps)}; "
-            "expected one step for all"
-        )
-    return steps.pop() if steps else None
-
-
 def _group_name(group: Mapping[str, Any]) -> str:
     values = [group.get(key, group.get(f"pre_{key}")) for key in param_group_identifier_keys]
-    return repr([_plain(value) for value in values])
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, torch.Tensor):
-        return float(value) if value.numel() == 1 else [float(item) for item in value.view(-1)]
-    if isinstance(value, tuple | list):
-        return [_plain(item) for item in value]
-    if value is None or isinstance(value, bool | int | float | str):
-        return value
-    return repr(value)
+    return repr([plain(value) for value in values])
 
 
 def _scaler_state(scaler: Any) -> Any:
-    return {key: _plain(value) for key, value in scaler.state_dict().items()}
+    return {key: plain(value) for key, value in scaler.state_dict().items()}
 
 
 def load_optimizer_progress(
@@ -229,36 +188,19 @@ def load_optimizer_progress(
     if len(steps) > 1:
         raise LayoutError(f"optimizer steps differ between ranks: {sorted(steps)}; expected one")
     step = steps.pop() if steps else None
-    groups = _merge(entry["groups"] for entry in stored)
+    groups = merged_groups(entry["groups"] for entry in stored)
     scalers = [entry["scaler"] for entry in stored if entry["scaler"] is not None]
     for member in chain(optimizer):
         for group in member.optimizer.param_groups:
             _load_group(group, groups)
         for state in member.optimizer.state.values():
             if step is not None and "step" in state:
-                _set(state, "step", step)
+                set_value(state, "step", step)
         scaler = getattr(member, "grad_scaler", None)
         if scaler and scalers:
             if any(other != scalers[0] for other in scalers):
                 raise LayoutError(f"loss scalers differ between ranks: {scalers}")
             _load_scaler(scaler, scalers[0])
-
-
-def _merge(all_groups: Any) -> dict[str, dict[str, Any]]:
-    """One dict per parameter group; a rank with nothing in a group may lack values others have."""
-    merged: dict[str, dict[str, Any]] = {}
-    for groups in all_groups:
-        for name, values in groups.items():
-            target = merged.setdefault(name, {})
-            for key, value in values.items():
-                if target.setdefault(key, value) is None:
-                    target[key] = value
-                elif value is not None and target[key] != value:
-                    raise LayoutError(
-                        f"parameter group {name}: {key} is {target[key]} on one rank and {value} "
-                        "on another"
-                    )
-    return merged
 
 
 def _load_group(group: dict[str, Any], groups: Mapping[str, Mapping[str, Any]]) -> None:
@@ -270,17 +212,7 @@ def _load_group(group: dict[str, Any], groups: Mapping[str, Mapping[str, Any]]) 
         )
     for key, value in groups[name].items():
         if key != "params" and key in group | {"step": None}:
-            _set(group, key, value)
-
-
-def _set(target: dict[str, Any], key: str, value: Any) -> None:
-    current = target.get(key)
-    if isinstance(current, torch.Tensor):
-        current.copy_(torch.as_tensor(value, dtype=current.dtype).view(current.shape))
-    elif isinstance(current, tuple):
-        target[key] = tuple(value)
-    elif key != "step" or value is not None:
-        target[key] = value
+            set_value(group, key, value)
 
 
 def _load_scaler(scaler: Any, values: Mapping[str, Any]) -> None:

@@ -5,21 +5,16 @@ layouts with equal TP, PP and EP continue the same streams whatever their DP.  W
 change no stored stream fits; the new ones are derived from (seed, step), equal on every run.
 """
 
-import random
-import struct
 from collections.abc import Mapping
 
-import numpy as np
 import torch
 from megatron.core import mpu, tensor_parallel
 from megatron.training.initialize import _set_random_seed
 
+from tenplex_megatron.adapters.streams import export_process_streams, import_process_streams
 from tenplex_megatron.errors import LayoutError
 
 __all__ = ["coordinate_name", "export_streams", "import_streams", "reseed"]
-
-PYTHON_WORDS = 625
-NUMPY_WORDS = 624
 
 
 def coordinate_name(data_parallel_random_init: bool) -> str:
@@ -37,12 +32,7 @@ def coordinate_name(data_parallel_random_init: bool) -> str:
 
 def export_streams() -> dict[str, torch.Tensor]:
     """Every stream of this process as 1-D uint8."""
-    streams = {
-        "python": _bytes(_python_to_bytes()),
-        "numpy": _bytes(_numpy_to_bytes()),
-        "torch": torch.get_rng_state().clone(),
-        "device": torch.cuda.get_rng_state().clone(),
-    }
+    streams = export_process_streams()
     for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
         if not isinstance(state, torch.Tensor):
             raise LayoutError(
@@ -55,10 +45,7 @@ def export_streams() -> dict[str, torch.Tensor]:
 
 def import_streams(streams: Mapping[str, torch.Tensor]) -> None:
     """Set every stream of this process from `export_streams`."""
-    _python_from_bytes(streams["python"].numpy().tobytes())
-    _numpy_from_bytes(streams["numpy"].numpy().tobytes())
-    torch.set_rng_state(streams["torch"])
-    torch.cuda.set_rng_state(streams["device"])
+    import_process_streams(streams)
     tensor_parallel.get_cuda_rng_tracker().set_states(
         {
             name.removeprefix("tracker."): state
@@ -75,30 +62,3 @@ def reseed(seed: int, step: int, data_parallel_random_init: bool) -> None:
     """
     derived = (seed * 1_000_003 + step * 7_919) % (2**31 - 1) + 1
     _set_random_seed(derived, data_parallel_random_init)
-
-
-def _bytes(data: bytes) -> torch.Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
-
-
-def _python_to_bytes() -> bytes:
-    version, words, gauss = random.getstate()
-    present = gauss is not None
-    return struct.pack(f"<i?d{PYTHON_WORDS}I", version, present, gauss if present else 0.0, *words)
-
-
-def _python_from_bytes(data: bytes) -> None:
-    version, present, gauss, *words = struct.unpack(f"<i?d{PYTHON_WORDS}I", data)
-    random.setstate((version, tuple(words), gauss if present else None))
-
-
-def _numpy_to_bytes() -> bytes:
-    kind, words, position, has_gauss, gauss = np.random.get_state()
-    assert kind == "MT19937"
-    return struct.pack(f"<iid{NUMPY_WORDS}I", position, has_gauss, gauss, *words)
-
-
-def _numpy_from_bytes(data: bytes) -> None:
-    position, has_gauss, gauss, *words = struct.unpack(f"<iid{NUMPY_WORDS}I", data)
-    state = ("MT19937", np.array(words, dtype=np.uint32), position, has_gauss, gauss)
-    np.random.set_state(state)

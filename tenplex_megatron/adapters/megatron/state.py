@@ -17,7 +17,8 @@ from megatron.core.num_microbatches_calculator import update_num_microbatches
 from tenplex_megatron.adapters.base import Piece, Progress, TrainingState
 from tenplex_megatron.adapters.megatron import optimizer as optimizers
 from tenplex_megatron.adapters.megatron import randomness
-from tenplex_megatron.adapters.megatron.model import ModelPart, ModelTensors, describe_model
+from tenplex_megatron.adapters.megatron.model import ModelTensors, describe_model
+from tenplex_megatron.adapters.parts import pieces_of
 from tenplex_megatron.core.region import Region
 from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.errors import LayoutError, UnsupportedLayoutError
@@ -94,7 +95,7 @@ class MegatronState(TrainingState):
             seen.add(id(owned.parameter))
             for part in parts[id(owned.parameter)]:
                 for kind, flat in owned.states.items():
-                    yield from _pieces(kind, part, flat, owned.start, owned.stop)
+                    yield from pieces_of(kind, part, flat, owned.start, owned.stop)
         trained = {
             id(parameter)
             for chunk in self._model
@@ -108,7 +109,7 @@ class MegatronState(TrainingState):
             flat = tensor.detach().view(-1)
             changes_early = not isinstance(tensor, torch.nn.Parameter)
             for part in tensor_parts:
-                for piece in _pieces("param", part, flat, 0, flat.numel()):
+                for piece in pieces_of("param", part, flat, 0, flat.numel()):
                     yield replace(piece, is_early=changes_early)
 
     def _capture_random(self) -> None:
@@ -190,16 +191,6 @@ class MegatronState(TrainingState):
         else:
             randomness.reseed(self._args.seed, self.step, self._args.data_parallel_random_init)
         self._pending_streams = None
-
-
-def _pieces(
-    kind: str, part: ModelPart, flat: torch.Tensor, start: int, stop: int
-) -> Iterator[Piece]:
-    """The boxes of one tensor whose elements `[start, stop)` are `flat`."""
-    dtype = str(flat.dtype).removeprefix("torch.")
-    spec = TensorSpec(f"{kind}/{part.key}", part.shape, dtype, padded=part.padded)
-    for region, low, high in part.cut(start, stop):
-        yield Piece(spec, Box(spec.name, region), flat[low - start : high - start])
 
 
 def _metadata() -> dict[str, object]:

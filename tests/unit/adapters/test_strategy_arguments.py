@@ -108,7 +108,7 @@ def test_a_rough_profile_takes_an_unknown_vocabulary_for_a_usual_one() -> None:
     with pytest.raises(ConfigError, match=r"^--vocab-size is missing"):
         ARGUMENTS.profile(without)
     rough = ARGUMENTS.profile(without, is_rough=True)
-    assert replace(rough, vocab_size=0) == replace(ARGUMENTS.profile(MODEL), vocab_size=0)
+    assert replace(rough, vocab_size=8) == replace(ARGUMENTS.profile(MODEL), vocab_size=8)
     assert rough.vocab_size == 50304
 
 
