@@ -32,7 +32,7 @@ __all__ = [
 
 DEVICES = ("cuda", "cpu")
 FAILED_DEVICE = ("drop", "reuse")
-_AXIS = r"(?:(?:TP|PP|DP|VPP|CP|EP|MBS)[1-9]\d*|STAGES\d+(?:-\d+)*)"
+_AXIS = r"(?:(?:TP|PP|DP|VPP|CP|EP|MBS)[1-9]\d*|STAGES\d+(?:-\d+)*|ZERO[0-3])"
 _LAYOUT = re.compile(rf"{_AXIS}(?:,{_AXIS})*")
 
 

@@ -28,7 +28,9 @@ _NAMES = {
     "EP": "ep",
     "MBS": "micro_batch_size",
     "STAGES": "stage_layers",
+    "ZERO": "zero_stage",
 }
+_OPTIONAL = ("micro_batch_size", "zero_stage")
 _PATTERN = re.compile(r"(?P<name>[A-Za-z]+)(?P<value>[0-9]+(?:-[0-9]+)*)")
 
 
@@ -73,6 +75,7 @@ class ParallelLayout:
     ep: int = 1
     micro_batch_size: int | None = None
     stage_layers: tuple[int, ...] | None = None
+    zero_stage: int | None = None
 
     def __post_init__(self) -> None:
         for name in ("tp", "pp", "dp", "vpp", "cp", "ep"):
@@ -84,6 +87,8 @@ class ParallelLayout:
             raise LayoutError(
                 f"{self}: expert axis of {self.ep} does not divide dp x cp = {self.dp * self.cp}"
             )
+        if self.zero_stage is not None and not 0 <= self.zero_stage <= 3:
+            raise LayoutError(f"ZeRO stage: expected 0 to 3, got {self}")
         if self.stage_layers is not None:
             self._check_stage_layers(self.stage_layers)
 
@@ -119,6 +124,8 @@ class ParallelLayout:
             parts.append(f"MBS{self.micro_batch_size}")
         if self.stage_layers is not None:
             parts.append("STAGES" + "-".join(map(str, self.stage_layers)))
+        if self.zero_stage is not None:
+            parts.append(f"ZERO{self.zero_stage}")
         return ",".join(parts)
 
     def _optional_sizes(self) -> tuple[tuple[str, int], ...]:
@@ -135,6 +142,7 @@ class ParallelLayout:
             "ep": self.ep,
             "micro_batch_size": self.micro_batch_size,
             "stage_layers": None if self.stage_layers is None else list(self.stage_layers),
+            "zero_stage": self.zero_stage,
         }
 
     @classmethod
@@ -154,7 +162,7 @@ class ParallelLayout:
         sizes = {
             name: _integer(name, value)
             for name, value in values.items()
-            if name != "stage_layers" and not (name == "micro_batch_size" and value is None)
+            if name != "stage_layers" and not (name in _OPTIONAL and value is None)
         }
         layers = None if stages is None else tuple(_integer("stage_layers", n) for n in stages)
         return cls(**sizes, stage_layers=layers)

@@ -42,6 +42,7 @@ class Job:
         return replace(
             self.base,
             layout=replace(layout, micro_batch_size=micro),
+            zero_stage=self.base.zero_stage if layout.zero_stage is None else layout.zero_stage,
             sequence_parallel=self.base.sequence_parallel and layout.tp > 1,
         )
 

@@ -142,6 +142,11 @@ class MegatronArguments(ArgumentAdapter):
     ) -> list[str]:
         """See `ArgumentAdapter.layout_arguments`; argparse takes the last of equal flags."""
         _check_flags(argv)
+        if layout.zero_stage is not None:
+            raise ConfigError(
+                f"layout {layout}: ZERO is for DeepSpeed; Megatron shards its optimizer as "
+                "--use-distributed-optimizer says, in every layout"
+            )
         found = read_flags(job_parser(), argv)
         divisor = _vocab_divisor(found, layout, allowed)
         return [*_layout_flags(layout), f"--make-vocab-size-divisible-by={divisor}"]

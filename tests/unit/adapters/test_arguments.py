@@ -275,3 +275,10 @@ def test_megatron_pads_a_vocabulary_to_one_size_under_every_tensor_size(
         assert padded % base == 0
         # Never more than a layout of TP8 alone would take.
         assert padded <= -(-size // (base * 8)) * base * 8
+
+
+def test_a_zero_stage_in_a_layout_is_refused() -> None:
+    with pytest.raises(
+        ConfigError, match=r"ZERO3: ZERO is for DeepSpeed; .*-distributed-optimizer"
+    ):
+        appended("DP2,ZERO3")

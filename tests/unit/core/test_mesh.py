@@ -69,6 +69,8 @@ def test_groups_part_the_world(axes: tuple[str, ...]) -> None:
         "TP2,PP2,DP4,CP2,EP4,MBS3",
         "TP1,PP2,DP1,STAGES3-5",
         "TP1,PP2,DP1,VPP2,STAGES1-2-3-4",
+        "TP1,PP1,DP4,ZERO3",
+        "TP1,PP1,DP2,MBS2,ZERO0",
     ],
 )
 def test_layouts_read_back_what_they_print_and_their_json(text: str) -> None:
@@ -93,6 +95,7 @@ def test_parsing_ignores_case_and_order_and_fills_in_ones() -> None:
         ("TP2-3", "more than one size"),
         ("TP0", "size of at least 1"),
         ("DP3,EP2", "does not divide"),
+        ("DP3,ZERO4", "ZeRO stage: expected 0 to 3"),
     ],
 )
 def test_a_mistyped_layout_is_the_users_error(text: str, message: str) -> None:
