@@ -106,6 +106,8 @@ class PlannerPolicy:
 
     cluster: str | None = None
     """A profile in configs/cluster by name, or a file; None: the one of this node's devices."""
+    model: str | None = None
+    """Profile of what is trained, a file such as those in configs/model; None: by the flags."""
     memory_gb: float | None = None
     """Memory of a device that may be used, in 1e9 bytes; None: all the profile says."""
     next_change_s: float = 3600.0
@@ -114,10 +116,10 @@ class PlannerPolicy:
     """The part of the steps another layout must gain over the one the state lies in."""
 
     def __post_init__(self) -> None:
-        name: object = self.cluster
         gain: object = self.least_gain
-        is_name = name is None or (isinstance(name, str) and name != "")
-        _require(is_name, "cluster", "a name, a file or null", name)
+        for key, what in (("cluster", "a name, a file or null"), ("model", "a file or null")):
+            name: object = getattr(self, key)
+            _require(name is None or (isinstance(name, str) and name != ""), key, what, name)
         is_limit = self.memory_gb is None or _is_positive(self.memory_gb)
         _require(is_limit, "memory_gb", "a number above 0 or null", self.memory_gb)
         seconds = self.next_change_s

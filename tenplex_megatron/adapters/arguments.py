@@ -17,8 +17,8 @@ class ArgumentAdapter(ABC):
     """Modules a fork server imports so that workers start warm."""
 
     @abstractmethod
-    def profile(self, argv: Sequence[str], *, is_rough: bool = False) -> ModelProfile:
-        """What is trained, as far as its speed and size depend on it.
+    def profile(self, argv: Sequence[str], *, is_rough: bool = False) -> ModelProfile | None:
+        """What is trained, as far as its speed and size depend on it; None: flags do not say.
 
         A rough profile guesses what the flags leave to be found out later.
         """

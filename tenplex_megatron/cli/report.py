@@ -144,11 +144,14 @@ def _print_text(
     else:
         _print_lines(changes)
     for steps in summarise_steps(run):
-        error = 100.0 * (steps.predicted_s / steps.measured_s - 1.0)
-        print(
+        text = (
             f"generation {steps.generation}, {steps.layout}: {steps.measured_s:.3g} s per step in "
-            f"{steps.steps} steps, predicted {steps.predicted_s:.3g} s ({error:+.0f} %)"
+            f"{steps.steps} steps"
         )
+        if steps.predicted_s is not None:
+            error = 100.0 * (steps.predicted_s / steps.measured_s - 1.0)
+            text += f", predicted {steps.predicted_s:.3g} s ({error:+.0f} %)"
+        print(text)
     if values["failure"] is not None:
         print(f"the job failed: {values['failure']}")
     _print_summary(values, out)

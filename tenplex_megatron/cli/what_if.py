@@ -141,11 +141,11 @@ def _searched_for_job(
     if given.global_batch_size is not None:
         flags.append(f"--global-batch-size={given.global_batch_size}")
     arguments = MegatronArguments()
-    job = Job(model=arguments.profile(flags), base=arguments.strategy(flags))
-    now = running(job.model, cluster, [job.strategy(layout)])
+    model = arguments.profile(flags)
+    job = Job(model=model, base=arguments.strategy(flags))
+    now = running(model, cluster, [job.strategy(layout)])
     strategies, _ = allowed_strategies(job, fleet.after)
-    found = evaluate(job.model, cluster, strategies)
-    return _situation(job.model, cluster, now, fleet), found
+    return _situation(model, cluster, now, fleet), evaluate(model, cluster, strategies)
 
 
 def _situation(

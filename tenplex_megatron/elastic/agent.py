@@ -452,6 +452,10 @@ class ElasticAgent(LocalElasticAgent):
         times = read_step_times(self._settings.run_dir)
         for row in (row for row in times if row.generation == number):
             predicted_s = decision.predicted_step_s
+            error = "not predicted"
+            if predicted_s is not None:
+                percent = 100.0 * (predicted_s / row.step_s - 1.0)
+                error = f"predicted {predicted_s:.3g} s ({percent:+.0f} %)"
             self._log(
                 "measured",
                 layout=str(row.layout),
@@ -460,9 +464,8 @@ class ElasticAgent(LocalElasticAgent):
                 predicted_step_s=predicted_s,
             )
             logger.info(
-                "generation %s: %s took %.3g s per step, predicted %.3g s (%+.0f %%)",
-                *(number, row.layout, row.step_s, predicted_s),
-                100.0 * (predicted_s / row.step_s - 1.0),
+                "generation %s: %s took %.3g s per step, %s",
+                *(number, row.layout, row.step_s, error),
             )
 
     def _log(self, kind: str, **fields: object) -> None:

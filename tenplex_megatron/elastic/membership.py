@@ -154,10 +154,12 @@ class Rules:
         Raises:
             ConfigError: none is legal, or none fits.
         """
-        rows = [
-            Measurement(self.job.model, self.job.strategy(row.layout), row.step_s)
-            for row in step_times
-        ]
+        rows = []
+        if self.job.model is not None:
+            rows = [
+                Measurement(self.job.model, self.job.strategy(row.layout), row.step_s)
+                for row in step_times
+            ]
         planner = self.policy.planner
         return choose(
             self.job,
@@ -180,7 +182,8 @@ class NextGeneration:
     """Node and device of every rank."""
     source: Source | None
     reason: str
-    predicted_step_s: float = 0.0
+    predicted_step_s: float | None = None
+    """None where nothing is known of the model."""
     rejected: tuple[tuple[str, str], ...] = ()
     totals: Mapping[str, int] = field(default_factory=dict)
     """Number of devices of every node, free and lost ones included."""
@@ -251,7 +254,7 @@ def decide(
         chosen.best.ranks,
         source,
         chosen.reason,
-        chosen.best.step_s,
+        chosen.best.step_s if rules.job.model is not None else None,
         _why_not(rules.job, chosen),
         totals,
     )

@@ -12,6 +12,7 @@ from tenplex_megatron.elastic.membership import Rules
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.allowed import Job
 from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.profile import ModelProfile
 
 __all__ = ["rules_of"]
 
@@ -36,11 +37,13 @@ def rules_of(
     Raises:
         ConfigError: the flags or the policy are wrong, or no profile of the devices is known.
     """
-    job = Job(
-        model=arguments.profile(argv, is_rough=True),
-        base=arguments.strategy(argv),
-        layouts=policy.layouts,
+    named = policy.planner.model
+    model = (
+        arguments.profile(argv, is_rough=True)
+        if named is None
+        else load_profile(ModelProfile, path.parent / named)
     )
+    job = Job(model=model, base=arguments.strategy(argv), layouts=policy.layouts)
     name = policy.planner.cluster or _cluster_of(policy.device, policy)
     try:
         file = cluster_file(name, path.parent)

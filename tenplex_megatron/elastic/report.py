@@ -76,7 +76,8 @@ class StepReport:
     """So many steps were measured; the first of a generation never is."""
     measured_s: float
     """The median."""
-    predicted_s: float
+    predicted_s: float | None
+    """None where nothing is known of the model."""
 
 
 @dataclass(frozen=True, slots=True)

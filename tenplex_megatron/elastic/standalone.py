@@ -72,8 +72,8 @@ def install_under_torchrun(policy_path: Path) -> None:
     layout = _choose(int(os.environ["WORLD_SIZE"]), per_node, rules)
     spec = _spec(policy_path, policy, layout, adapter.identity(argv))
     os.environ[ENVIRONMENT_VARIABLE] = spec.to_json()
-    # As many devices as can split a tensor: the next start may have more ranks than this one.
-    allowed = allowed_layouts(rules.job, max(rules.job.model.num_heads, layout.world_size))
+    # The next start may have more ranks than this one.
+    allowed = allowed_layouts(rules.job)
     sys.argv += adapter.device_arguments(policy.device)
     sys.argv += adapter.layout_arguments(argv, layout, allowed)
     session.install(spec, plans_changes=False)

@@ -11,7 +11,7 @@ from typing import Self
 from tenplex_megatron.core.mesh import ParallelLayout, parse_fields
 from tenplex_megatron.errors import ConfigError, LayoutError
 from tenplex_megatron.planner.profile import ModelProfile
-from tenplex_megatron.planner.rules import broken_rules, holds, tensor_rules
+from tenplex_megatron.planner.rules import batch_rules, broken_rules, holds, tensor_rules
 from tenplex_megatron.planner.space import Scope, strategies
 from tenplex_megatron.planner.strategy import Strategy
 
@@ -25,15 +25,20 @@ __all__ = [
 ]
 
 
+_DATA_PARALLEL = ("TP1",)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Job:
     """What is trained, and what of it may change."""
 
-    model: ModelProfile
+    model: ModelProfile | None
+    """None where nothing is known of it: then only the batch restricts its layouts."""
     base: Strategy
     """What the user's own flags say; all but the layout stays as it is there."""
     layouts: tuple[str, ...] | None = None
-    """Patterns such as TP2,PP2; None for every layout Megatron runs."""
+    """Patterns such as TP2,PP2; None for every layout Megatron runs, or for data parallelism alone
+    where the model is not known."""
 
     def strategy(self, layout: ParallelLayout) -> Strategy:
         """The strategy that trains `layout`; without a micro-batch size it has the user's."""
@@ -45,6 +50,14 @@ class Job:
             zero_stage=self.base.zero_stage if layout.zero_stage is None else layout.zero_stage,
             sequence_parallel=self.base.sequence_parallel and layout.tp > 1,
         )
+
+    def broken_rules(self, strategy: Strategy) -> list[str]:
+        """Why a strategy does not run, as far as that is known."""
+        if self.model is not None:
+            return broken_rules(self.model, strategy)
+        layout, batch = strategy.layout, strategy.global_batch_size
+        micro = strategy.micro_batch_size
+        return list(batch_rules(batch, micro, layout.dp, layout.pp, layout.vpp))
 
     def layout(self, strategy: Strategy) -> ParallelLayout:
         """The layout as it is shown: a micro-batch size only where it is not the user's."""
@@ -110,10 +123,10 @@ def allowed_strategies(
     exactly so many devices.
     """
     total = sum(map(len, devices.values()))
-    if job.layouts is None:
-        return _every_strategy(job, devices, total), []
+    if job.layouts is None and job.model is not None:
+        return _every_strategy(job, job.model, devices, total), []
     found, rejected = [], []
-    for text in job.layouts:
+    for text in job.layouts or _DATA_PARALLEL:
         pattern = LayoutPattern.parse(text)
         strategy, why = _fit(job, pattern, total)
         if strategy is None:
@@ -123,15 +136,16 @@ def allowed_strategies(
     return list(dict.fromkeys(found)), rejected
 
 
-def allowed_layouts(job: Job, max_devices: int) -> tuple[ParallelLayout, ...]:
+def allowed_layouts(job: Job, max_devices: int | None = None) -> tuple[ParallelLayout, ...]:
     """One layout for every way of splitting tensors that the policy allows.
 
     What has to be the same in all of them, such as a padded size, can be derived from these.
+    Without `max_devices` there may be any number of them.
     """
-    if job.layouts is None:
-        sizes = range(1, min(max_devices, job.model.num_heads) + 1)
+    if job.layouts is None and job.model is not None:
+        sizes = range(1, min(max_devices or job.model.num_heads, job.model.num_heads) + 1)
         return tuple(ParallelLayout(tp=tp) for tp in sizes if holds(tensor_rules(job.model, tp)))
-    smallest = (_smallest(job, LayoutPattern.parse(text)) for text in job.layouts)
+    smallest = (_smallest(job, LayoutPattern.parse(text)) for text in job.layouts or _DATA_PARALLEL)
     return tuple(job.layout(strategy) for strategy in smallest if strategy is not None)
 
 
@@ -141,24 +155,23 @@ def check_layout(job: Job, layout: ParallelLayout) -> None:
     Raises:
         ConfigError: it breaks a rule.
     """
-    broken = broken_rules(job.model, job.strategy(layout))
+    broken = job.broken_rules(job.strategy(layout))
     if broken:
         raise ConfigError(f"layout {layout}: {'; '.join(broken)}")
 
 
 def smallest_world(job: Job) -> ParallelLayout | None:
     """The allowed layout that needs the fewest devices; None when no number of them helps."""
-    if job.layouts is None:
-        found = [strategy for strategy in [job.strategy(ParallelLayout())] if _runs(job, strategy)]
-    else:
-        smallest = (_smallest(job, LayoutPattern.parse(text)) for text in job.layouts)
-        found = [strategy for strategy in smallest if strategy is not None]
+    smallest = (_smallest(job, LayoutPattern.parse(text)) for text in job.layouts or _DATA_PARALLEL)
+    found = [strategy for strategy in smallest if strategy is not None]
     if not found:
         return None
     return job.layout(min(found, key=lambda strategy: strategy.layout.world_size))
 
 
-def _every_strategy(job: Job, devices: Mapping[str, tuple[int, ...]], total: int) -> list[Strategy]:
+def _every_strategy(
+    job: Job, model: ModelProfile, devices: Mapping[str, tuple[int, ...]], total: int
+) -> list[Strategy]:
     """Other micro-batches, schedules of recomputation or optimizers stay the user's choice."""
     base = job.base
     scope = Scope(
@@ -169,7 +182,7 @@ def _every_strategy(job: Job, devices: Mapping[str, tuple[int, ...]], total: int
         is_flash=base.is_flash,
     )
     found = strategies(
-        job.model,
+        model,
         devices=total,
         devices_per_node=[len(numbers) for numbers in devices.values()],
         global_batch_size=base.global_batch_size,
@@ -177,11 +190,7 @@ def _every_strategy(job: Job, devices: Mapping[str, tuple[int, ...]], total: int
         scope=scope,
     )
     layouts = dict.fromkeys(strategy.layout for strategy in found)
-    return [one for one in map(job.strategy, layouts) if _runs(job, one)]
-
-
-def _runs(job: Job, strategy: Strategy) -> bool:
-    return not broken_rules(job.model, strategy)
+    return [one for one in map(job.strategy, layouts) if not job.broken_rules(one)]
 
 
 def _fit(job: Job, pattern: LayoutPattern, num_devices: int) -> tuple[Strategy | None, str]:
@@ -218,5 +227,5 @@ def _tried(
         except LayoutError as error:
             yield None, str(error)
             continue
-        broken = broken_rules(job.model, strategy)
+        broken = job.broken_rules(strategy)
         yield (None, broken[0]) if broken else (strategy, "")

@@ -7,6 +7,8 @@ gains to the move.  Pure: the same arguments give the same decision on every nod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
+import numpy as np
+
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.allowed import Job, allowed_strategies, smallest_world
 from tenplex_megatron.planner.cluster import ClusterProfile
@@ -83,7 +85,9 @@ def choose(
     candidates, illegal = allowed_strategies(job, devices)
     if not candidates:
         raise ConfigError(_nothing_legal(job, sum(map(len, devices.values())), illegal))
-    found = evaluate(job.model, cluster, candidates)
+    found = _by_rule(candidates)
+    if job.model is not None:
+        found = evaluate(job.model, cluster, candidates)
     if must_run and not found.fastest(cluster.memory_bytes):
         cluster = replace(cluster, memory_bytes=float(found.memory_bytes.min()))
     chosen = decide(job.model, cluster, found, devices, current=current, outlook=outlook)
@@ -91,7 +95,7 @@ def choose(
 
 
 def decide(
-    model: ModelProfile,
+    model: ModelProfile | None,
     cluster: ClusterProfile,
     found: Evaluated,
     devices: Mapping[str, tuple[int, ...]],
@@ -103,7 +107,7 @@ def decide(
     """The strategy that finishes most steps until the next change.
 
     Args:
-        model: what is trained.
+        model: what is trained; None where `found` is no prediction, and no move is counted.
         cluster: predicts the seconds a move takes.
         found: the strategies to choose from, for at most these devices.
         devices: the usable devices of every node.
@@ -119,7 +123,7 @@ def decide(
     if not fitting:
         raise ConfigError(_nothing_fits(cluster, found, devices))
     source = None
-    if current is not None:
+    if current is not None and model is not None:
         source = Source(StateSizes.of(model), model.num_layers, current)
     weighing = _Weighing(cluster, devices, current, source, is_running, outlook)
     ranked = weighing.ranked(found, fitting)
@@ -132,7 +136,22 @@ def decide(
     others = tuple(
         (option, _why_not(option, best, outlook)) for option in ranked if option is not best
     )
-    return Choice(best, _reason(best, devices, outlook), others[:_RUNNERS_UP])
+    reason = _reason(best, devices, outlook)
+    if model is None:
+        reason = _rule(best, devices)
+    return Choice(best, reason, others[:_RUNNERS_UP])
+
+
+def _by_rule(candidates: Sequence[Strategy]) -> Evaluated:
+    """Relative step times of a model of which nothing is known: devices, less the pipeline bubble.
+
+    No memory is known either.
+    """
+    times = [
+        (1 + (one.layout.pp - 1) / (one.num_micro_batches * one.layout.vpp)) / one.layout.world_size
+        for one in candidates
+    ]
+    return Evaluated(tuple(candidates), np.array(times), np.zeros(len(times)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -204,6 +223,14 @@ def _reason(best: Option, devices: Mapping[str, tuple[int, ...]], outlook: Outlo
             f"the next {outlook.next_change_s:.0f} s"
         )
     return text
+
+
+def _rule(best: Option, devices: Mapping[str, tuple[int, ...]]) -> str:
+    total = sum(map(len, devices.values()))
+    return (
+        f"uses {best.strategy.layout.world_size} of {total} devices; no profile of the model: more "
+        "devices first, then the smaller pipeline bubble"
+    )
 
 
 def _why_not(option: Option, best: Option, outlook: Outlook) -> str:

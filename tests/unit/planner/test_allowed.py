@@ -130,3 +130,13 @@ def test_a_layout_that_breaks_rules_is_refused_with_all_of_them() -> None:
 def test_a_pattern_keeps_an_open_data_parallel_size_apart() -> None:
     assert LayoutPattern.parse("TP2,DP3").data_parallel == 3
     assert LayoutPattern.parse("TP2").data_parallel is None
+
+
+def test_of_an_unknown_model_only_the_batch_restricts_layouts() -> None:
+    unknown = replace(JOB, model=None)
+    assert allowed(5, job=unknown)[0] == ["TP1,PP1,DP4"]
+    found, illegal = allowed(6, "TP3", "PP5,VPP2", "ZERO3", job=unknown)
+    assert found == ["TP3,PP1,DP2", "TP1,PP1,DP6,ZERO3"]
+    assert illegal == {"PP5,VPP2": "24 micro batches do not divide by PP5, as VPP2 needs"}
+    assert str(smallest_world(unknown)) == "TP1,PP1,DP1"
+    assert allowed_layouts(unknown) == (ParallelLayout(),)

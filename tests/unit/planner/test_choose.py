@@ -7,7 +7,8 @@ import pytest
 
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.choose import Outlook, decide
+from tenplex_megatron.planner.allowed import Job
+from tenplex_megatron.planner.choose import Outlook, choose, decide, placement_of
 from tenplex_megatron.planner.moves import Placement, StateSizes
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.search import Evaluated, search
@@ -160,3 +161,15 @@ def test_the_state_counts_masters_and_moments_of_every_parameter() -> None:
     sparse = replace(MODEL, num_experts=8, expert_ffn_size=1024, num_dense_layers=8)
     experts = 8 * 2 * hidden * 1024 * (layers - 8) / layers
     assert StateSizes.of(sparse).experts == pytest.approx(12 * experts, rel=0.01)
+
+
+def test_of_an_unknown_model_more_devices_and_a_smaller_bubble_win() -> None:
+    job = Job(model=None, base=strategy("TP1"), layouts=("PP4", "TP1", "PP2"))
+    choice = choose(job, CLUSTER, nodes(4))
+    assert str(job.layout(choice.best.strategy)) == "TP1,PP1,DP4"
+    assert choice.reason.startswith("uses 4 of 4 devices; no profile of the model")
+    state = placement_of(job.strategy(ParallelLayout(pp=4)), dict.fromkeys(range(4), "n0"))
+    assert choose(job, CLUSTER, nodes(5), current=state).best.strategy == choice.best.strategy
+    few = replace(OUTLOOK, least_gain=0.2)
+    kept = choose(job, CLUSTER, nodes(4), current=state, outlook=few)
+    assert str(job.layout(kept.best.strategy)) == "TP1,PP4,DP1"  # little is gained by leaving
