@@ -53,14 +53,14 @@ from tenplex_megatron.elastic.machine import (
     advance,
     begin,
 )
-from tenplex_megatron.elastic.membership import (
+from tenplex_megatron.elastic.membership import decide
+from tenplex_megatron.elastic.records import (
     Change,
     Ending,
     Ledger,
     NextGeneration,
     NodeReport,
     WorkerExit,
-    decide,
 )
 from tenplex_megatron.elastic.step_times import read_step_times
 from tenplex_megatron.errors import ConfigError, LayoutError, TransportError

@@ -11,7 +11,6 @@ from datetime import timedelta
 
 from torch.distributed.distributed_c10d import PrefixStore, Store
 
-from tenplex_megatron.elastic.membership import Change, Ending, NextGeneration, NodeReport
 from tenplex_megatron.elastic.messages import (
     dump_change,
     dump_decision,
@@ -20,6 +19,7 @@ from tenplex_megatron.elastic.messages import (
     load_decision,
     load_report,
 )
+from tenplex_megatron.elastic.records import Change, Ending, NextGeneration, NodeReport
 from tenplex_megatron.errors import ConfigError, TransportError
 
 __all__ = ["Board"]

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tenplex_megatron.config import ElasticPolicy
 from tenplex_megatron.elastic.generation import GenerationSpec
-from tenplex_megatron.elastic.membership import Change
+from tenplex_megatron.elastic.records import Change
 from tenplex_megatron.elastic.requests import owner_only_folder, replace_json
 
 __all__ = ["PlannedChange", "StepControl", "ask", "fresh_folder", "read_accepted"]

@@ -11,7 +11,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tenplex_megatron.elastic.board import Board
-from tenplex_megatron.elastic.membership import NextGeneration, Rules, check_target
+from tenplex_megatron.elastic.membership import Rules, check_target
+from tenplex_megatron.elastic.records import NextGeneration
 from tenplex_megatron.elastic.requests import ResizeRequest, claim_requests, write_answer
 from tenplex_megatron.errors import ConfigError, LayoutError
 

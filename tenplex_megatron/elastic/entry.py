@@ -22,7 +22,7 @@ from typing import NoReturn, Protocol, Self, cast
 from tenplex_megatron.elastic import warm
 from tenplex_megatron.elastic.generation import GenerationSpec
 from tenplex_megatron.elastic.lifeline import end_with_parent
-from tenplex_megatron.elastic.membership import HANDED_OVER, WRONG_INPUT
+from tenplex_megatron.elastic.records import HANDED_OVER, WRONG_INPUT
 from tenplex_megatron.errors import ConfigError, TenplexError, TransportError
 
 __all__ = ["WorkerTask", "read_failure", "run_script", "run_task", "worker_main"]

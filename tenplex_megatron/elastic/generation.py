@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Self
 
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.elastic.membership import Source
+from tenplex_megatron.elastic.records import Source
 
 __all__ = ["ENVIRONMENT_VARIABLE", "GenerationSpec"]
 

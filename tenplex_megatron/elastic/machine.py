@@ -8,7 +8,7 @@ actions out and feeds their results back as events.
 from dataclasses import dataclass, replace
 from enum import Enum
 
-from tenplex_megatron.elastic.membership import HANDED_OVER, WRONG_INPUT, Change, WorkerExit
+from tenplex_megatron.elastic.records import HANDED_OVER, WRONG_INPUT, Change, WorkerExit
 
 __all__ = [
     "Accepted",

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.elastic.membership import (
+from tenplex_megatron.elastic.records import (
     Change,
     Ending,
     Ledger,

@@ -18,7 +18,7 @@ from tenplex_megatron.core.mesh import Coordinates
 from tenplex_megatron.elastic.control import StepControl
 from tenplex_megatron.elastic.events import EventLog
 from tenplex_megatron.elastic.generation import GenerationSpec
-from tenplex_megatron.elastic.membership import HANDED_OVER, SNAPSHOT_DAMAGED
+from tenplex_megatron.elastic.records import HANDED_OVER, SNAPSHOT_DAMAGED
 from tenplex_megatron.elastic.restore import DamagedSnapshotError, Restored, Site, restore_state
 from tenplex_megatron.elastic.snapshot import Snapshotter
 from tenplex_megatron.elastic.step_times import StepClock

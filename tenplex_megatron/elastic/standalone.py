@@ -28,8 +28,9 @@ from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.elastic import session
 from tenplex_megatron.elastic.events import EventLog
 from tenplex_megatron.elastic.generation import ENVIRONMENT_VARIABLE, GenerationSpec
-from tenplex_megatron.elastic.membership import NodeReport, Rules, newest_complete
+from tenplex_megatron.elastic.membership import Rules, newest_complete
 from tenplex_megatron.elastic.planning import rules_of
+from tenplex_megatron.elastic.records import NodeReport
 from tenplex_megatron.elastic.requests import default_run_dir, owner_only_folder
 from tenplex_megatron.errors import ConfigError, StoreError
 from tenplex_megatron.planner.allowed import allowed_layouts

@@ -11,8 +11,8 @@ from pathlib import Path
 from statistics import median
 
 from tenplex_megatron.elastic.generation import GenerationSpec
-from tenplex_megatron.elastic.membership import StepTime
 from tenplex_megatron.elastic.messages import step_time, step_time_json
+from tenplex_megatron.elastic.records import StepTime
 
 __all__ = ["StepClock", "read_step_times"]
 

@@ -19,7 +19,7 @@ import yaml
 from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.elastic.generation import GenerationSpec
-from tenplex_megatron.elastic.membership import HANDED_OVER, Source
+from tenplex_megatron.elastic.records import HANDED_OVER, Source
 from tenplex_megatron.elastic.report import Run, read_run, read_samples
 from tenplex_megatron.store.shared import SnapshotStore
 from tests.end_to_end.tiny_gpt import GLOBAL_BATCH_SIZE, tiny_gpt_flags

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.elastic.membership import SNAPSHOT_DAMAGED, Source
+from tenplex_megatron.elastic.records import SNAPSHOT_DAMAGED, Source
 from tenplex_megatron.elastic.report import read_run
 from tenplex_megatron.store.selection import world_versions
 from tenplex_megatron.store.shared import SnapshotStore

@@ -4,7 +4,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.elastic.membership import WRONG_INPUT, Source
+from tenplex_megatron.elastic.records import WRONG_INPUT, Source
 from tests.end_to_end.megatron_jobs import Job
 
 

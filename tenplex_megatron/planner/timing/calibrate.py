@@ -9,6 +9,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
+from scipy.optimize import least_squares
 
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.cluster import ClusterProfile
@@ -92,9 +93,6 @@ def calibrate(
     Raises:
         ConfigError: no row is given.
     """
-    # Half a second to import, which processes that never calibrate must not pay.
-    from scipy.optimize import least_squares  # noqa: PLC0415
-
     if not rows:
         raise ConfigError(f"calibration of {cluster.name}: expected at least one row, got none")
     candidates = Candidates.of_pairs([(row.model, row.strategy) for row in rows])

@@ -10,8 +10,8 @@ from torch.distributed import HashStore
 
 from tenplex_megatron.elastic import board as board_module
 from tenplex_megatron.elastic.board import Board
-from tenplex_megatron.elastic.membership import Change, Ending, NextGeneration, NodeReport
 from tenplex_megatron.elastic.messages import dump_report
+from tenplex_megatron.elastic.records import Change, Ending, NextGeneration, NodeReport
 from tenplex_megatron.errors import ConfigError, TransportError
 
 CHANGE = Change("failure", "x", 1.0, "a")

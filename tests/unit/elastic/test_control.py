@@ -12,7 +12,7 @@ from tenplex_megatron.elastic.control import (
     read_accepted,
 )
 from tenplex_megatron.elastic.generation import ENVIRONMENT_VARIABLE, GenerationSpec
-from tenplex_megatron.elastic.membership import Source
+from tenplex_megatron.elastic.records import Source
 
 
 def spec(folder: Path, *, gpus: int = 8, version: int | None = None) -> GenerationSpec:

@@ -6,13 +6,8 @@ from torch.distributed import HashStore
 from tenplex_megatron.config import ElasticPolicy
 from tenplex_megatron.elastic.board import Board
 from tenplex_megatron.elastic.desk import RequestDesk
-from tenplex_megatron.elastic.membership import (
-    Change,
-    Ledger,
-    NextGeneration,
-    NodeReport,
-    decide,
-)
+from tenplex_megatron.elastic.membership import decide
+from tenplex_megatron.elastic.records import Change, Ledger, NextGeneration, NodeReport
 from tenplex_megatron.elastic.requests import post_request, read_answer
 from tests.unit.elastic.jobs import small_job
 

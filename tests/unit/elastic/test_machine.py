@@ -23,7 +23,7 @@ from tenplex_megatron.elastic.machine import (
     advance,
     begin,
 )
-from tenplex_megatron.elastic.membership import Change, WorkerExit
+from tenplex_megatron.elastic.records import Change, WorkerExit
 
 PLANNED = Change("planned", "4 devices", 100.0, "a", gpus=4, step=6)
 FAILED = Change("failure", "rank 5 died", 100.0, "b")

@@ -8,14 +8,7 @@ import pytest
 from tenplex_megatron.config import ElasticPolicy, parse_policy
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.elastic.membership import (
-    Change,
-    Ending,
-    Ledger,
-    NextGeneration,
-    NodeReport,
     Rules,
-    StepTime,
-    WorkerExit,
     check_target,
     culprits,
     decide,
@@ -28,6 +21,15 @@ from tenplex_megatron.elastic.messages import (
     load_change,
     load_decision,
     load_report,
+)
+from tenplex_megatron.elastic.records import (
+    Change,
+    Ending,
+    Ledger,
+    NextGeneration,
+    NodeReport,
+    StepTime,
+    WorkerExit,
 )
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.store.base import RankSnapshot

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.elastic.membership import StepTime
+from tenplex_megatron.elastic.records import StepTime
 from tenplex_megatron.elastic.step_times import StepClock, read_step_times
 from tests.unit.elastic.test_control import spec
 
