@@ -367,7 +367,7 @@ def run(size: Size, folder: Path) -> dict[str, Any]:
     torch.set_num_threads(1)  # as on a node whose ranks share its cores
     cpu.install()
     session = TimedSession(spec, load_policy(policy), size)
-    MegatronAdapter().install(session)
+    MegatronAdapter().install(session, spec.layout)
     sys.argv = [
         "pretrain_gpt.py",
         *flags(size, folder / "none"),

@@ -16,6 +16,14 @@ class ArgumentAdapter(ABC):
     preload: tuple[str, ...]
     """Modules a fork server imports so that workers start warm."""
 
+    cpu_stand_in: str | None = None
+    """Module whose `install` makes code that insists on CUDA run on the host; None: not needed."""
+
+    def environment(self, device: str) -> dict[str, str]:
+        """Variables without which the framework would not keep to `device`."""
+        del device
+        return {}
+
     @abstractmethod
     def profile(self, argv: Sequence[str], *, is_rough: bool = False) -> ModelProfile | None:
         """What is trained, as far as its speed and size depend on it; None: flags do not say.

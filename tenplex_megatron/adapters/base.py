@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.errors import LayoutError
 
@@ -155,5 +156,5 @@ class FrameworkAdapter(ABC):
     """The hooks into a framework's training loop, inside a worker."""
 
     @abstractmethod
-    def install(self, observer: StepObserver) -> None:
-        """Make the framework call `observer`; before the training script runs."""
+    def install(self, observer: StepObserver, layout: ParallelLayout) -> None:
+        """Make the framework build `layout` and call `observer`; before the script runs."""

@@ -10,12 +10,16 @@ if TYPE_CHECKING:
 
 __all__ = ["FRAMEWORKS", "argument_adapter", "framework_adapter"]
 
-FRAMEWORKS = ("megatron",)
+FRAMEWORKS = ("megatron", "deepspeed")
 
 
 def argument_adapter(framework: str) -> ArgumentAdapter:
     """The reader of a framework's command line."""
     _check(framework)
+    if framework == "deepspeed":
+        from tenplex_megatron.adapters.deepspeed.arguments import DeepSpeedArguments
+
+        return DeepSpeedArguments()
     from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
 
     return MegatronArguments()
@@ -24,6 +28,10 @@ def argument_adapter(framework: str) -> ArgumentAdapter:
 def framework_adapter(framework: str) -> "FrameworkAdapter":
     """The hooks into a framework; imports it."""
     _check(framework)
+    if framework == "deepspeed":
+        from tenplex_megatron.adapters.deepspeed.hooks import DeepSpeedAdapter
+
+        return DeepSpeedAdapter()
     from tenplex_megatron.adapters.megatron.hooks import MegatronAdapter
 
     return MegatronAdapter()

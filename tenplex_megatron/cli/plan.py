@@ -15,7 +15,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import Progress
 
-from tenplex_megatron.adapters.registry import FRAMEWORKS, argument_adapter
+from tenplex_megatron.adapters.registry import argument_adapter
 from tenplex_megatron.cli.describe import Describer, Script
 from tenplex_megatron.cli.plan_text import print_plan
 from tenplex_megatron.cli.stored import StoredJob, find_jobs
@@ -269,7 +269,7 @@ def build_parser() -> argparse.ArgumentParser:
     add("target", metavar="TARGET", help="layout, such as TP1,PP4,DP2")
     add("--nodes", type=_count, metavar="N", help="nodes of a source layout (default 1)")
     add("--to-nodes", type=_count, metavar="N", help="nodes of the target (default: the source's)")
-    add("--framework", choices=FRAMEWORKS, default=FRAMEWORKS[0], help="what the script trains on")
+    add("--framework", choices=("megatron",), default="megatron", help="what the script trains on")
     add(
         "--elastic-policy",
         type=Path,

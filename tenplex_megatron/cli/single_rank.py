@@ -24,6 +24,7 @@ from tenplex_megatron.adapters.base import StepObserver, TrainingState
 from tenplex_megatron.adapters.registry import framework_adapter
 from tenplex_megatron.core.codec import canonical, collection_from_json, collection_to_json
 from tenplex_megatron.core.collection import TensorCollection
+from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.core.tensors import TensorSpec
 from tenplex_megatron.elastic.entry import run_script
 from tenplex_megatron.elastic.generation import ENVIRONMENT_VARIABLE
@@ -97,7 +98,7 @@ def describe_rank(task: RankTask) -> TensorCollection:
     """
     _pretend_world(task.rank, task.world_size)
     recorder = _Recorder(task.rank, task.stored)
-    framework_adapter(task.framework).install(recorder)
+    framework_adapter(task.framework).install(recorder, ParallelLayout())
     sys.argv = [task.script, *task.argv]
     try:
         with _UntouchedMemory():  # type: ignore[no-untyped-call] # torch has no types here

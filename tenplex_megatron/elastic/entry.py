@@ -47,7 +47,8 @@ class WorkerTask:
     argv: tuple[str, ...]
     is_module: bool = False
     """The script is the name of a module, as with `python -m`."""
-    device: str = "cuda"
+    stand_in: str | None = None
+    """Module that makes the host stand in for CUDA; None where the devices are real."""
     session: str | None = None
     """Module that hooks into the framework; None for a script that does without."""
     preload: tuple[str, ...] = ()
@@ -88,8 +89,8 @@ def run_task(task: WorkerTask) -> NoReturn:
 def worker_main(task: WorkerTask) -> None:
     """Prepare the framework and run the training script; its `sys.exit` passes through."""
     spec = GenerationSpec.from_environment()
-    if task.device == "cpu":
-        importlib.import_module("tenplex_megatron.cpu").install()
+    if task.stand_in is not None:
+        importlib.import_module(task.stand_in).install()
     sys.argv = [task.script, *task.argv]
     session = _session(task.session)
     if session is not None and spec is not None:

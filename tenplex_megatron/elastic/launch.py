@@ -98,6 +98,8 @@ def run_node(
     if policy.device == "cuda":
         _check_devices(options.policy, config.nproc_per_node)
     arguments = adapter(policy.framework)
+    # Before the fork server, whose modules may look for a device when they are imported.
+    os.environ.update(arguments.environment(policy.device))
     rules = rules_of(
         _with_failures(policy, config),
         options.policy,
@@ -215,9 +217,12 @@ def _with_failures(policy: ElasticPolicy, config: LaunchConfig) -> ElasticPolicy
 def _preload(
     arguments: ArgumentAdapter, policy: ElasticPolicy, session: str | None
 ) -> tuple[str, ...]:
-    stand_in = ("tenplex_megatron.cpu",) if policy.device == "cpu" else ()
-    hooks = (session,) if session is not None else ()
-    return (*stand_in, *arguments.preload, *hooks)
+    modules = (_stand_in(arguments, policy), *arguments.preload, session)
+    return tuple(name for name in modules if name is not None)
+
+
+def _stand_in(arguments: ArgumentAdapter, policy: ElasticPolicy) -> str | None:
+    return arguments.cpu_stand_in if policy.device == "cpu" else None
 
 
 def _settings(
@@ -250,7 +255,7 @@ def _settings(
             script=torchrun.training_script,
             argv=argv,
             is_module=torchrun.module,
-            device=rules.policy.device,
+            stand_in=_stand_in(arguments, rules.policy),
             session=options.session,
             preload=_preload(arguments, rules.policy, options.session),
         ),

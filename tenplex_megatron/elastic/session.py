@@ -47,7 +47,7 @@ def install(spec: GenerationSpec, *, plans_changes: bool = True) -> None:
     rank = int(os.environ["RANK"])
     control = StepControl(spec, policy) if rank == 0 and plans_changes else None
     session = ElasticSession(spec, rank, policy, control)
-    framework_adapter(policy.framework).install(session)
+    framework_adapter(policy.framework).install(session, spec.layout)
     _sessions.append(session)
 
 

@@ -6,6 +6,7 @@ the newest complete snapshot. The snapshots stay when the job ends: nobody knows
 started again, so a person removes them.
 """
 
+import importlib
 import json
 import logging
 import os
@@ -21,7 +22,6 @@ from typing import Self
 
 from torch._C._distributed_c10d import PrefixStore, TCPStore
 
-from tenplex_megatron import cpu
 from tenplex_megatron.adapters.registry import argument_adapter
 from tenplex_megatron.config import ElasticPolicy, load_policy
 from tenplex_megatron.core.mesh import ParallelLayout
@@ -64,9 +64,10 @@ def install_under_torchrun(policy_path: Path) -> None:
     _speak_on_first_rank()
     if policy.schedule:
         logger.warning("the policy's schedule needs `tenplex run`; under torchrun it is not used")
-    if policy.device == "cpu":
-        cpu.install()
     adapter = argument_adapter(policy.framework)
+    os.environ.update(adapter.environment(policy.device))
+    if policy.device == "cpu" and adapter.cpu_stand_in is not None:
+        importlib.import_module(adapter.cpu_stand_in).install()
     argv = sys.argv[1:]
     per_node = int(os.environ["LOCAL_WORLD_SIZE"])
     rules = rules_of(policy, policy_path, adapter, argv, devices_per_node=per_node)

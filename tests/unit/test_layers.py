@@ -20,8 +20,10 @@ LAYERS = {
     "cpu": 5,
     "elastic": 6,
     "auto": 7,
+    "deepspeed": 7,
     "cli": 7,
     "testing": 7,
+    "run": 8,
 }
 TOP_LEVEL_MAY_IMPORT = ("errors", "core", "config", "planner")
 FROM_STORE_UP = tuple(f"{PACKAGE}.{layer}" for layer, level in LAYERS.items() if level >= 2)

@@ -128,6 +128,8 @@ class MegatronArguments(ArgumentAdapter):
         "tenplex_megatron.elastic.session",
     )
 
+    cpu_stand_in = "tenplex_megatron.cpu"
+
     def profile(self, argv: Sequence[str], *, is_rough: bool = False) -> ModelProfile:
         """See `ArgumentAdapter.profile`."""
         return described_model(argv, is_rough=is_rough)

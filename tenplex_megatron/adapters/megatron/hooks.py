@@ -21,6 +21,7 @@ from megatron.training.global_vars import get_args
 from tenplex_megatron.adapters.base import FrameworkAdapter, StepObserver
 from tenplex_megatron.adapters.megatron.compat import use_built_helpers
 from tenplex_megatron.adapters.megatron.state import MegatronState
+from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
 
 __all__ = ["MegatronAdapter"]
@@ -35,8 +36,9 @@ class MegatronAdapter(FrameworkAdapter):
         self._state: MegatronState | None = None
         self._losses: dict[str, float] | None = None
 
-    def install(self, observer: StepObserver) -> None:
-        """See `FrameworkAdapter.install`."""
+    def install(self, observer: StepObserver, layout: ParallelLayout) -> None:
+        """See `FrameworkAdapter.install`; the flags of the layout are there already."""
+        del layout
         _warn_of_another_megatron(Path(sys.argv[0]))
         use_built_helpers()
         _wrap(arguments, "add_megatron_arguments", self._add_flag)

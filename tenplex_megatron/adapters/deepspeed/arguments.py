@@ -1,0 +1,114 @@
+"""What does the command line of a DeepSpeed script say about its job?
+
+Nothing of DeepSpeed is imported, so that a launcher can ask before any worker exists.
+"""
+
+import hashlib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tenplex_megatron.adapters.arguments import ArgumentAdapter
+from tenplex_megatron.adapters.deepspeed.config import (
+    check_layout,
+    described_strategy,
+    for_layout,
+    read_config,
+)
+from tenplex_megatron.core.mesh import ParallelLayout
+from tenplex_megatron.errors import ConfigError
+from tenplex_megatron.planner.profile import ModelProfile
+from tenplex_megatron.planner.strategy import Strategy
+
+__all__ = ["DeepSpeedArguments"]
+
+_CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
+"""The script's own flag, and that of the Transformers Trainer."""
+_WHERE_AND_HOW_FAST = (
+    *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "tensor_parallel"),
+    *("steps_per_print", "wall_clock_breakdown", "dump_state", "comms_logger", "flops_profiler"),
+    *("zero_optimization", "activation_checkpointing", "data_types"),
+)
+"""Keys of the configuration that do not change what is trained."""
+
+
+class DeepSpeedArguments(ArgumentAdapter):
+    """Scripts that name their configuration with `--deepspeed_config`."""
+
+    preload = (
+        "torch",
+        "deepspeed",
+        "deepspeed.runtime.engine",
+        "deepspeed.runtime.zero.stage3",
+        "deepspeed.runtime.pipe.engine",
+        "tenplex_megatron.adapters.deepspeed.hooks",
+        "tenplex_megatron.elastic.session",
+    )
+
+    def environment(self, device: str) -> dict[str, str]:
+        """See `ArgumentAdapter.environment`; DeepSpeed looks for a device when it is imported."""
+        return {"DS_ACCELERATOR": device}
+
+    def profile(self, argv: Sequence[str], *, is_rough: bool = False) -> ModelProfile | None:
+        """See `ArgumentAdapter.profile`; only the script knows the model."""
+
+    def strategy(self, argv: Sequence[str]) -> Strategy:
+        """See `ArgumentAdapter.strategy`."""
+        return described_strategy(_config(argv))
+
+    def layout_arguments(
+        self, argv: Sequence[str], layout: ParallelLayout, allowed: Sequence[ParallelLayout]
+    ) -> list[str]:
+        """See `ArgumentAdapter.layout_arguments`: the worker rewrites the configuration itself."""
+        config = _config(argv)
+        for other in allowed:
+            check_layout(config, other)
+        for_layout(config, layout)
+        return []
+
+    def device_arguments(self, device: str) -> list[str]:
+        """See `ArgumentAdapter.device_arguments`."""
+        return []
+
+    def identity(self, argv: Sequence[str]) -> str:
+        """See `ArgumentAdapter.identity`: the script's flags, and what is trained by how."""
+        config = {
+            key: value for key, value in _config(argv).items() if key not in _WHERE_AND_HOW_FAST
+        }
+        kept = [token for token in _without_config(argv) if not token.startswith("--local_rank")]
+        return hashlib.sha256(json.dumps([kept, config], sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _config(argv: Sequence[str]) -> dict[str, Any]:
+    path = _config_path(argv)
+    if path is None:
+        raise ConfigError(
+            "--deepspeed_config is missing from the training script's flags; the batch of every "
+            "layout is computed from that file: add --deepspeed_config FILE"
+        )
+    return read_config(path)
+
+
+def _config_path(argv: Sequence[str]) -> Path | None:
+    """The file of the last flag that names one; `--deepspeed` may also be a switch.
+
+    >>> _config_path(["--deepspeed", "--deepspeed_config=a.json", "--lr", "1"])
+    PosixPath('a.json')
+    """
+    found = None
+    for number, token in enumerate(argv):
+        name, equals, value = token.partition("=")
+        if name not in _CONFIG_FLAGS:
+            continue
+        if not equals and number + 1 < len(argv) and not argv[number + 1].startswith("--"):
+            value = argv[number + 1]
+        if value:
+            found = Path(value)
+    return found
+
+
+def _without_config(argv: Sequence[str]) -> list[str]:
+    """The flags without the path of the configuration, whose content counts instead."""
+    path = str(_config_path(argv))
+    return [token for token in argv if path not in (token, token.partition("=")[2])]
