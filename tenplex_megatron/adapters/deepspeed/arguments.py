@@ -6,6 +6,7 @@ Nothing of DeepSpeed is imported, so that a launcher can ask before any worker e
 import hashlib
 import json
 from collections.abc import Sequence
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,16 @@ _WHERE_AND_HOW_FAST = (
     *("zero_optimization", "activation_checkpointing", "data_types"),
 )
 """Keys of the configuration that do not change what is trained."""
+
+_SAME_TRAINING = (
+    *_CONFIG_FLAGS,
+    *("--local_rank", "--elastic[_-]policy"),
+    # how long it trains, and where it writes
+    *("--*steps", "--*iters", "--*epochs", "--output*", "--log*", "--save*"),
+    # how a batch is cut
+    *("--*micro*batch*", "--per_device_*", "--gradient_accumulation*"),
+)
+"""Patterns of usual flags that do not change what is trained."""
 
 
 class DeepSpeedArguments(ArgumentAdapter):
@@ -76,8 +87,9 @@ class DeepSpeedArguments(ArgumentAdapter):
         config = {
             key: value for key, value in _config(argv).items() if key not in _WHERE_AND_HOW_FAST
         }
-        kept = [token for token in _without_config(argv) if not token.startswith("--local_rank")]
-        return hashlib.sha256(json.dumps([kept, config], sort_keys=True).encode()).hexdigest()[:16]
+        return hashlib.sha256(
+            json.dumps([_kept(argv), config], sort_keys=True).encode()
+        ).hexdigest()[:16]
 
 
 def _config(argv: Sequence[str]) -> dict[str, Any]:
@@ -108,7 +120,26 @@ def _config_path(argv: Sequence[str]) -> Path | None:
     return found
 
 
-def _without_config(argv: Sequence[str]) -> list[str]:
-    """The flags without the path of the configuration, whose content counts instead."""
+def _kept(argv: Sequence[str]) -> list[str]:
+    """The flags and values that say what is trained, however they are spelled.
+
+    >>> _kept(["--lr=1", "--max_steps", "9", "--deepspeed_config", "a.json", "data"])
+    ['--lr', '1', 'data']
+    """
     path = str(_config_path(argv))
-    return [token for token in argv if path not in (token, token.partition("=")[2])]
+    words = [word for token in argv for word in _split(token)]
+    kept: list[str] = []
+    flag = ""
+    for word in words:
+        if word.startswith("--"):
+            flag = word
+        if word != path and not any(fnmatchcase(flag, pattern) for pattern in _SAME_TRAINING):
+            kept.append(word)
+        elif not word.startswith("--"):
+            flag = ""  # a flag of one value: what follows is not its own
+    return kept
+
+
+def _split(token: str) -> list[str]:
+    name, equals, value = token.partition("=")
+    return [name, value] if equals and name.startswith("--") else [token]
