@@ -15,11 +15,9 @@ bytes. CALCULON_DIR may name a checkout of github.com/calculon-ai/calculon to co
 
 import argparse
 import csv
-import itertools
 import json
 import os
 import sys
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +25,7 @@ from typing import Any, NamedTuple
 
 import calculon_side
 import numpy as np
+import planner_speed
 import yaml
 from planner_score import (
     Floats,
@@ -40,14 +39,11 @@ from planner_score import (
     spread,
     unfitted,
 )
-from published_models import gpt
 from published_rows import READERS, Fields, Row, read_rows
 
 from tenplex_megatron.config import load_profile
-from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.memory.predict import predict_memory
-from tenplex_megatron.planner.strategy import Strategy
 from tenplex_megatron.planner.timing.calibrate import CONSTANTS, Constant, calibrate
 from tenplex_megatron.planner.timing.candidates import Candidates
 from tenplex_megatron.planner.timing.predict import predict_times
@@ -173,24 +169,6 @@ def score_table(
     return result, found
 
 
-def speed(count: int) -> dict[str, float]:
-    """Seconds to predict the step times of `count` layouts of GPT-3 175B, columns included."""
-    cluster = load_profile(ClusterProfile, ROOT / "configs/cluster/a100_selene.yaml")
-    model = gpt(96, 12288, 96, seq=2048)
-    axes = itertools.product((1, 2, 4, 8), (1, 2, 4, 8, 16), (1, 2, 3), range(1, 1 + count // 60))
-    strategies = [
-        Strategy(
-            layout=ParallelLayout(tp=tp, pp=pp, vpp=vpp, dp=dp, micro_batch_size=1),
-            global_batch_size=1536,
-            zero_stage=1,
-        )
-        for tp, pp, vpp, dp in axes
-    ]
-    start = time.perf_counter()
-    predict_times(cluster, Candidates.of(model, strategies))
-    return {"layouts": len(strategies), "seconds": time.perf_counter() - start}
-
-
 def write_csv(path: Path, tables: Mapping[str, list[Prediction]]) -> None:
     """One line per scored number."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -244,6 +222,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print only the line of JSON")
     parser.add_argument("--quick", action="store_true", help="one draw of calibration rows, not 5")
     parser.add_argument("--csv", type=Path, default=CSV, help="errors per row (%(default)s)")
+    parser.add_argument("--plot", type=Path, metavar="PNG", help="growth of the search")
     options = parser.parse_args(arguments)
     say: Callable[[str], None] = (lambda _: None) if options.json else print
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
@@ -263,11 +242,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
             show(name, results[name])
     others = [name for name in tables if name not in PLANS]
     write_csv(options.csv, predictions)
-    took = speed(1000 if options.quick else 10000)
+    measured = planner_speed.measure(quick=options.quick)
     say(f"tables without a reader: {', '.join(others) or 'none'}")
     say(f"errors per row: {options.csv}")
-    say(f"{took['layouts']} layouts predicted in {took['seconds']:.3f} s")
-    print(json.dumps({"tables": results, "unread_tables": others, "speed": took}))
+    say(planner_speed.text(measured))
+    if options.plot is not None:
+        planner_speed.draw(measured["growth"], options.plot)
+    print(json.dumps({"tables": results, "unread_tables": others, "speed": measured}))
     return 0
 
 

@@ -174,7 +174,7 @@ class ElasticPolicy:
     def place(self, key: str) -> str:
         r"""A key of the policy and where it is written.
 
-        >>> parse_policy("max_failures: 3\\nplanner: {least_gain: 0}", "p.yaml").place("planner")
+        >>> parse_policy("max_failures: 3\nplanner: {least_gain: 0}", "p.yaml").place("planner")
         'planner (p.yaml, line 2)'
         """
         return f"{key} ({self.places[key]})" if key in self.places else key

@@ -2,48 +2,50 @@
 
 import argparse
 import json
+import shlex
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from matplotlib.figure import Figure
 from rich.console import Console
-from rich.table import Table
 
 from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
-from tenplex_megatron.config import load_profile
+from tenplex_megatron.cli.frontier_plot import draw
+from tenplex_megatron.cli.frontier_text import print_page, print_summary
+from tenplex_megatron.config import cluster_file, load_profile
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.frontier import Frontier
+from tenplex_megatron.planner.modes import profiling
+from tenplex_megatron.planner.nearest import enough_devices, nearest_miss, nothing_runs
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.search import Evaluated, search
-from tenplex_megatron.planner.space import RECOMPUTES, Scope
-from tenplex_megatron.planner.strategy import Recompute
+from tenplex_megatron.planner.space import Scope
 
 __all__ = ["build_parser", "frontier"]
 
-_LEAST_WIDTH = 110
+_LEAST_WIDTH = 120
 _EPILOG = """examples:
   tenplex frontier --model configs/model/gpt3_175b.yaml --gpus 1024 --global-batch-size 1536 \\
-      --cluster configs/cluster/a100_selene.yaml --plot frontier.png
-  tenplex frontier --cluster configs/cluster/h100.yaml --gpus 1:64 --global-batch-size 512 \\
+      --cluster a100_selene --plot frontier.png
+  tenplex frontier --cluster h100 --gpus 1:64 --global-batch-size 512 \\
       -- --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 \\
       --vocab-size 51200
 """
 
 
 def frontier(arguments: Sequence[str]) -> int:
-    """Search and print: one table per number of devices."""
+    """Search and print: one table per number of devices, and one that compares them."""
     given = build_parser().parse_args(arguments)
+    counts = _device_counts(given.gpus)
     model = _model(given.model, given.flags)
-    cluster = load_profile(ClusterProfile, given.cluster)
-    # Fused attention keeps no scores that could be computed again.
-    recompute: tuple[Recompute, ...] = RECOMPUTES if given.no_flash else ("none", "full")
-    scope = Scope(precision=given.precision, is_flash=not given.no_flash, recompute=recompute)
-    pages = []
-    for devices in _device_counts(given.gpus):
-        started = time.monotonic()
-        found = search(
+    cluster = load_profile(ClusterProfile, cluster_file(given.cluster, Path()))
+    scope = Scope(precision=given.precision, is_flash=not given.no_flash)
+
+    def look(devices: int, scope: Scope = scope) -> Evaluated:
+        return search(
             model,
             cluster,
             devices=devices,
@@ -51,19 +53,42 @@ def frontier(arguments: Sequence[str]) -> int:
             micro_batch_sizes=given.micro_batch_sizes,
             scope=scope,
         )
+
+    broken = nothing_runs(model, given.global_batch_size, given.micro_batch_sizes)
+    pages = []
+    for devices in counts:
+        started = time.monotonic()
+        found = look(devices)
+        if not len(found):
+            raise ConfigError(f"no strategy runs on {devices} devices: {'; '.join(broken)}")
         pages.append(_page(found, cluster, devices, model, time.monotonic() - started))
+    _compare(pages, cluster)
     if given.plot is not None:
-        _plot(pages, cluster, given.plot)
+        draw(pages, cluster, given.plot)
     if given.json:
         print(json.dumps({"cluster": cluster.name, "frontiers": pages}))
-        return 0
+    else:
+        _print(pages, cluster, given)
+    if not any(page["fitting"] for page in pages):
+        enough = enough_devices(counts[-1], cluster.memory_bytes, scope, look)
+        raise ConfigError(
+            nearest_miss(model, cluster, found, counts[-1])
+            + (f"; {enough} devices are enough" if enough else "; no more devices help")
+        )
+    return 0
+
+
+def _print(
+    pages: Sequence[dict[str, Any]], cluster: ClusterProfile, given: argparse.Namespace
+) -> None:
     console = Console(highlight=False)
     console.width = max(console.width, _LEAST_WIDTH)
     for page in pages:
-        _print(console, page, cluster, top=given.top)
+        print_page(console, page, cluster, top=given.top)
+    if len(pages) > 1:
+        print_summary(console, pages)
     if given.plot is not None:
         console.print(f"written: {given.plot}")
-    return 0
 
 
 def _model(path: Path | None, flags: Sequence[str]) -> ModelProfile:
@@ -99,14 +124,13 @@ def _page(
     seconds: float,
 ) -> dict[str, Any]:
     """Plain values of one frontier; what does not fit is there too, and marked."""
-    fastest = found.fastest(cluster.memory_bytes)
     rows = [_row(found, index, cluster, model) for index in found.frontier()]
     for row in [row for row in rows if row["fits"]][-1:]:
         row["is_fastest"] = True  # a frontier gets faster as it grows
     return {
         "devices": devices,
         "searched": len(found),
-        "fitting": len(fastest),
+        "fitting": len(found.fastest(cluster.memory_bytes)),
         "seconds": seconds,
         "points": rows,
     }
@@ -118,83 +142,39 @@ def _row(
     strategy = found.strategies[index]
     step_s, memory = float(found.step_s[index]), float(found.memory_bytes[index])
     tokens = strategy.global_batch_size * model.seq_length / step_s
+    stages = strategy.layout.stage_layers
     return {
         "layout": str(strategy.layout),
+        "axes": str(replace(strategy.layout, stage_layers=None)),
         "devices": strategy.layout.world_size,
         "sequence_parallel": strategy.sequence_parallel,
         "zero_stage": strategy.zero_stage,
         "recompute": strategy.recompute,
+        "recompute_layers": strategy.recompute_layers,
+        "stage_layers": None if stages is None else list(stages),
         "step_s": step_s,
         "memory_bytes": memory,
         "fits": memory <= cluster.memory_bytes,
         "tokens_per_s_per_device": tokens / strategy.layout.world_size,
         "is_fastest": False,
-        "flags": " ".join(MegatronArguments().strategy_arguments(strategy)),
+        "flags": shlex.join(MegatronArguments().strategy_arguments(strategy)),
     }
 
 
-def _print(console: Console, page: Mapping[str, Any], cluster: ClusterProfile, *, top: int) -> None:
-    limit = cluster.memory_bytes / 1e9
-    console.print(
-        f"{page['devices']} devices of {cluster.name}: {page['searched']} strategies in "
-        f"{page['seconds']:.2f} s, {page['fitting']} fit {limit:.4g} GB",
-        style="bold",
-    )
-    fitting = [row for row in page["points"] if row["fits"]]
-    if not fitting:
-        smallest = min(page["points"], key=lambda row: row["memory_bytes"], default=None)
-        if smallest is None:
-            console.print("  no strategy runs; check heads, layers and batch")
-        else:
-            console.print(
-                f"  nothing fits; the smallest, {smallest['layout']}, needs "
-                f"{smallest['memory_bytes'] / 1e9:.4g} GB"
-            )
-        return
-    shown = fitting[-top:][::-1]
-    table = Table("", "s/step", "GB", "tokens/s/device", "SP", "ZeRO", "recompute")
-    table.add_column("layout", no_wrap=True)
-    for number, row in enumerate(shown, 1):
-        table.add_row(
-            str(number),
-            f"{row['step_s']:.4g}",
-            f"{row['memory_bytes'] / 1e9:.4g}",
-            f"{row['tokens_per_s_per_device']:.0f}",
-            "yes" if row["sequence_parallel"] else "",
-            str(row["zero_stage"]),
-            row["recompute"],
-            row["layout"],
+def _compare(pages: Sequence[dict[str, Any]], cluster: ClusterProfile) -> None:
+    """Add to every page how its best compares with that of the fewest devices that have one."""
+    frontiers = {
+        page["devices"]: Frontier.of(
+            [row["memory_bytes"] for row in page["points"]],
+            [row["step_s"] for row in page["points"]],
         )
-    console.print(table)
-    if len(fitting) > top:
-        console.print(f"{len(fitting) - top} slower and smaller ones: --top {len(fitting)}")
-    for number, row in enumerate(shown, 1):
-        console.print(f"{number}: {row['flags']}", soft_wrap=True)
-
-
-def _plot(pages: Sequence[Mapping[str, Any]], cluster: ClusterProfile, path: Path) -> None:
-    """Time against memory; every frontier is a line, its fastest fitting point has a label."""
-    figure = Figure(figsize=(9, 5.5), layout="constrained")
-    axes = figure.subplots()
-    for page in pages:
-        points = page["points"]
-        memory = [row["memory_bytes"] / 1e9 for row in points]
-        seconds = [row["step_s"] for row in points]
-        axes.plot(memory, seconds, marker="o", markersize=3, label=f"{page['devices']} devices")
-        for row in points:
-            if row["is_fastest"]:
-                axes.annotate(
-                    row["layout"],
-                    (row["memory_bytes"] / 1e9, row["step_s"]),
-                    textcoords="offset points",
-                    xytext=(6, 6),
-                    fontsize=8,
-                )
-    axes.axvline(cluster.memory_bytes / 1e9, color="tab:red", linestyle="--", label="memory")
-    axes.set(xlabel="memory of the fullest device (GB)", ylabel="seconds per step")
-    axes.set(xscale="log", yscale="log")
-    axes.legend()
-    figure.savefig(path, dpi=130)
+        for page in pages
+    }
+    profiled = profiling(frontiers, devices=frontiers, memory_limit=cluster.memory_bytes)
+    for page, one in zip(pages, profiled, strict=True):
+        page["best_step_s"] = None if one.selected is None else one.selected.time
+        page["speedup"] = one.speedup
+        page["least_memory_bytes"] = one.least_memory
 
 
 def _sizes(text: str) -> list[int]:
@@ -206,13 +186,14 @@ def build_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="tenplex frontier",
         description="Predicts time and memory of every strategy Megatron offers for a model on a "
-        "number of devices, and prints those that no other one beats in both.",
+        "number of devices, and prints those that no other one beats in both: layouts, stages of "
+        "any sizes, and how many layers each stage recomputes.",
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--model", type=Path, metavar="FILE", help="a profile, see configs/model")
     parser.add_argument(
-        "--cluster", type=Path, required=True, metavar="FILE", help="see configs/cluster"
+        "--cluster", required=True, metavar="NAME", help="a name or file, see configs/cluster"
     )
     parser.add_argument(
         "--gpus", required=True, metavar="N[:M]", help="devices; N:M for every doubling of N"

@@ -22,7 +22,9 @@ __all__ = [
     "Columns",
     "Cut",
     "Integers",
+    "Strategies",
     "distinct",
+    "repeated",
 ]
 
 type Integers = NDArray[np.int64]
@@ -159,6 +161,16 @@ def distinct(*columns: Integers) -> tuple[list[tuple[int, ...]], Integers]:
         key = key * (int(column.max(initial=0)) + 1) + column
     _, places, row = np.unique(key, return_index=True, return_inverse=True)
     return list(zip(*(column[places].tolist() for column in columns), strict=True)), row
+
+
+def repeated(start: Integers, count: Integers) -> tuple[Integers, Integers]:
+    """For runs of numbers: which run each one is of, and the number.
+
+    >>> repeated(np.array([5, 0]), np.array([2, 3]))
+    (array([0, 0, 1, 1, 1]), array([5, 6, 0, 1, 2]))
+    """
+    run = np.repeat(np.arange(len(count)), count)
+    return run, np.arange(len(run)) + (start - np.cumsum(count) + count)[run]
 
 
 _RECOMPUTE = {kind: index for index, kind in enumerate(RECOMPUTES)}

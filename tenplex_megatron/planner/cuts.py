@@ -23,7 +23,7 @@ def balanced_cuts(num_layers: int, pp: int, vpp: int, *, uneven: bool) -> tuple[
     >>> [sizes for _, _, sizes in balanced_cuts(6, 4, 1, uneven=True)]
     [(1, 2, 2, 1), (2, 2, 2, 0)]
     >>> [sizes for _, _, sizes in balanced_cuts(6, 2, 2, uneven=True)]
-    [(0, 2, 2, 2), (1, 2, 2, 1), (2, 2, 2, 0)]
+    [(2, 2, 2, 0), (1, 2, 2, 1), (0, 2, 2, 2)]
     """
     parts = pp * vpp
     found: list[Cut] = []
@@ -52,15 +52,12 @@ def _uneven_stages(num_layers: int, pp: int) -> list[tuple[int, ...]]:
 
 
 def _uneven_chunks(num_layers: int, parts: int) -> list[tuple[int, ...]]:
-    found: list[tuple[int, ...]] = []
-    least = -(-num_layers // parts)
-    for size in (least, least + 1):
-        missing = size * parts - num_layers
-        for first in range(max(0, missing - size), min(missing, size) + 1):
-            if missing:
-                inner = (size,) * (parts - 2)
-                found.append((size - first, *inner, size - (missing - first)))
-    return found
+    size = num_layers // parts + 1
+    missing = size * parts - num_layers
+    return [
+        (size - first, *(size,) * (parts - 2), size - (missing - first))
+        for first in range(max(0, missing - size), min(missing, size) + 1)
+    ]
 
 
 @lru_cache(maxsize=1 << 14)

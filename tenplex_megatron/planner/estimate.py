@@ -27,7 +27,7 @@ type Floats = NDArray[np.float64]
 _AXES = ("tp", "pp", "dp", "vpp", "cp", "ep", "micro_batch_size", "global_batch_size")
 _CHOICES = (
     *("sequence_parallel", "zero_stage", "recompute", "is_flash"),
-    *("overlaps_gradients", "overlaps_tensor_parallel"),
+    *("overlaps_gradients", "overlaps_tensor_parallel", "loss_fusion"),
 )
 
 
@@ -75,11 +75,15 @@ def memory_bytes(
     columns: Columns,
     *,
     layouts: tuple[Columns, Prices, Integers] | None = None,
+    recomputed: Integers | None = None,
 ) -> Floats:
     """Bytes that the fullest device of every strategy needs.
 
     Where strategies share layouts, `layouts` are those, their prices, and the layout of every
-    strategy: prices are the same for all cuts and numbers of recomputed layers.
+    strategy: prices are the same for all cuts and numbers of recomputed layers. With `recomputed`,
+    `[variant, strategy]`, so is the result.
     """
-    found = predict_memories(model, cluster, columns, layouts=layouts, is_decisive=True)
+    found = predict_memories(
+        model, cluster, columns, layouts=layouts, recomputed=recomputed, is_decisive=True
+    )
     return found.required_bytes

@@ -18,18 +18,17 @@ from tenplex_megatron.planner.columns import (
     Integers,
     Strategies,
     distinct,
+    repeated,
 )
 from tenplex_megatron.planner.cuts import balanced_cuts, stage_sizes
 from tenplex_megatron.planner.estimate import memory_bytes, step_times
 from tenplex_megatron.planner.incumbents import Incumbents
 from tenplex_megatron.planner.layers import LayerSearch
-from tenplex_megatron.planner.memory.chunks import repeated
 from tenplex_megatron.planner.memory.prices import Prices
 from tenplex_megatron.planner.paces import Paces
 from tenplex_megatron.planner.profile import ModelProfile
 from tenplex_megatron.planner.space import Scope
 from tenplex_megatron.planner.stage_costs import StageCosts
-from tenplex_megatron.planner.strategy import Recompute
 
 __all__ = ["Exploration"]
 
@@ -56,9 +55,24 @@ class Exploration:
 
     def run(self) -> tuple[Strategies, Floats, Floats]:
         """The strategies, their times and the bytes they need."""
-        layout, cut = self._balanced()
-        if "full" in self.scope.recompute and self.scope.some_layers:
-            self._recompute_some(layout, cut)
+        layout, cut, step_s = self._balanced()
+        kinds = self.scope.recompute
+        is_plain = self.layouts.recompute[layout] == 0
+        none = np.zeros_like(layout)
+        none_bytes, full_bytes = self._memory_bytes(
+            layout, cut, np.stack([none, none + self.model.num_layers])
+        )
+        # Layouts that are not plain recompute attention, and no layer besides.
+        kept = np.flatnonzero(~is_plain | ("none" in kinds))
+        self._add(layout[kept], cut[kept], none[kept], step_s[kept], none_bytes[kept])
+        if "full" in kinds:
+            plain = np.flatnonzero(is_plain)
+            layout, cut, full_bytes = layout[plain], cut[plain], full_bytes[plain]
+            self._add(layout, cut, none[plain] + ALL_LAYERS, memory=full_bytes)
+            if self.scope.some_layers:
+                if "none" in kinds:
+                    self._make_fit(layout, cut, step_s[plain], none_bytes[plain], full_bytes)
+                self._recompute_some(layout, cut, full_bytes)
         if self.scope.uneven_stages:
             self._track()
         columns = Columns.joined(self.columns, tuple(self.cuts))
@@ -68,8 +82,11 @@ class Exploration:
             np.concatenate(self.memory_bytes),
         )
 
-    def _balanced(self) -> tuple[Integers, Integers]:
-        """Every layout with its balanced cuts, which recomputes no or all layers."""
+    def _balanced(self) -> tuple[Integers, Integers, Floats]:
+        """Every layout with its balanced cuts, and their times without full recomputation.
+
+        Where all cuts are searched, the fastest balanced one is enough to begin with.
+        """
         pairs, pair = distinct(self.layouts.pp, self.layouts.vpp)
         starts = []
         for pp, vpp in pairs:
@@ -77,72 +94,64 @@ class Exploration:
             self.cuts += balanced_cuts(
                 self.model.num_layers, pp, vpp, uneven=self.scope.uneven_stages
             )
-        starts_ = np.array(starts)
-        counts = np.diff(starts_, append=len(self.cuts))
-        layout, cut = repeated(starts_[pair], counts[pair])
-        if self.scope.uneven_stages:
-            kept = self._fastest_or_untracked(layout, cut)
-            layout, cut = layout[kept], cut[kept]
-        for kind in ("none", "full"):
-            places = np.flatnonzero(self._may(layout, kind))
-            layers = np.full(len(places), 0 if kind == "none" else ALL_LAYERS)
-            self._add(layout[places], cut[places], layers)
-        return layout, cut
-
-    def _fastest_or_untracked(self, layout: Integers, cut: Integers) -> Flags:
-        """Of layouts of which all cuts are searched one balanced cut is enough, the fastest."""
+        counts = np.diff(starts, append=len(self.cuts))
+        layout, cut = repeated(np.array(starts)[pair], counts[pair])
         step_s = step_times(
             self.model, self.cluster, self._columns(layout, cut, np.zeros_like(layout))
         )
-        best = np.full(len(self.layouts), np.inf)
-        np.minimum.at(best, layout, step_s)
-        is_best = np.flatnonzero(step_s == best[layout])
+        best = np.minimum.reduceat(step_s, np.flatnonzero(np.diff(layout, prepend=-1)))
+        fastest = np.flatnonzero(step_s == best[layout])
         kept = ~self._is_covered(layout, cut)
-        _, first = np.unique(layout[is_best], return_index=True)
-        kept[is_best[first]] = True
-        return kept
+        kept[fastest[np.diff(layout[fastest], prepend=-1) > 0]] = True
+        return layout[kept], cut[kept], step_s[kept]
 
-    def _recompute_some(self, layout: Integers, cut: Integers) -> None:
-        """Balanced cuts that recompute some layers of each stage or chunk."""
-        chunk = np.array([_largest_chunk(one, self.model.num_layers) for one in self.cuts])
-        kept = (self.layouts.recompute[layout] == 0) & (chunk[cut] > 1)
-        layout, cut = layout[kept], cut[kept]
-        one = np.ones_like(layout)
-        # More layers take more time and leave less to keep.
-        fastest = step_times(self.model, self.cluster, self._columns(layout, cut, one))
-        smallest = self._memory_bytes(layout, cut, one * ALL_LAYERS)
-        self._add_near(layout, cut, fastest=fastest, smallest=smallest, most=chunk[cut])
-        open_ = ~self.known.beat(smallest, fastest) & ~self._is_covered(layout, cut)
-        row, layers = repeated(one[open_], chunk[cut[open_]] - 1)
-        layout, cut = layout[open_][row], cut[open_][row]
-        needed = self._memory_bytes(layout, cut, layers)
-        step_s = step_times(self.model, self.cluster, self._columns(layout, cut, layers))
-        open_ = ~self.known.beat(needed, step_s)
-        self._add(layout[open_], cut[open_], layers[open_])
-
-    def _add_near(
+    def _make_fit(
         self,
         layout: Integers,
         cut: Integers,
-        *,
-        fastest: Floats,
-        smallest: Floats,
-        most: Integers,
+        step_s: Floats,
+        none_bytes: Floats,
+        full_bytes: Floats,
     ) -> None:
-        """Add the fewest recomputed layers with which layouts fit that are nearly the best."""
+        """Balanced cuts that are nearly the best, with the fewest recomputed layers that fit."""
         limit = self.cluster.memory_bytes
-        best = self.known.least_time(limit)
-        near = np.flatnonzero((fastest <= NEAR * best) & (smallest <= limit))
-        near = near[self._memory_bytes(layout[near], cut[near], np.zeros_like(near)) > limit]
+        is_near = step_s <= NEAR * self.known.least_time(limit)
+        near = np.flatnonzero(is_near & (none_bytes > limit) & (full_bytes <= limit))
         layout, cut = layout[near], cut[near]
-        low, high = np.ones_like(near), most[near]
+        low, high = np.ones_like(near), self._largest_chunks[cut]
+        most = high.copy()
         while (open_ := np.flatnonzero(low < high)).size:
             middle = (low[open_] + high[open_]) // 2
             fits = self._memory_bytes(layout[open_], cut[open_], middle) <= limit
             high[open_] = np.where(fits, middle, high[open_])
             low[open_] = np.where(fits, low[open_], middle + 1)
-        some = np.flatnonzero(high < most[near])
+        some = np.flatnonzero(high < most)
         self._add(layout[some], cut[some], high[some])
+
+    def _recompute_some(self, layout: Integers, cut: Integers, full: Floats) -> None:
+        """Balanced cuts that recompute some layers of each stage or chunk."""
+        most = self._largest_chunks[cut]
+        open_ = np.flatnonzero(~self._is_covered(layout, cut) & (most > 1))
+        layout, cut, most, full = layout[open_], cut[open_], most[open_], full[open_]
+        # More layers take more time and leave less to keep.
+        least_s = step_times(
+            self.model, self.cluster, self._columns(layout, cut, np.ones_like(layout))
+        )
+        open_ = np.flatnonzero(~self.known.beat(full, least_s))
+        row, layers = repeated(np.ones_like(open_), most[open_] - 1)
+        layout, cut = layout[open_][row], cut[open_][row]
+        needed = self._memory_bytes(layout, cut, layers)
+        step_s = step_times(self.model, self.cluster, self._columns(layout, cut, layers))
+        open_ = np.flatnonzero(~self.known.beat(needed, step_s))
+        self._add(layout[open_], cut[open_], layers[open_], step_s[open_])
+
+    @property
+    def _largest_chunks(self) -> Integers:
+        """Layers of the largest chunk of every cut."""
+        layers = self.model.num_layers
+        return np.array(
+            [layers // (pp * vpp) if sizes is None else max(sizes) for pp, vpp, sizes in self.cuts]
+        )
 
     def _is_tracked(self, layout: Integers) -> Flags:
         """Whether other cuts of these layouts are searched than balanced ones."""
@@ -176,31 +185,37 @@ class Exploration:
         is_all = found.recomputed == found.largest
         self._add(found.layout, cut, np.where(is_all, ALL_LAYERS, found.recomputed))
 
-    def _may(self, layout: Integers, kind: Recompute) -> Flags:
-        is_plain: Flags = self.layouts.recompute[layout] == 0
-        if kind == "full":
-            return is_plain & ("full" in self.scope.recompute)
-        return ~is_plain | ("none" in self.scope.recompute)
-
-    def _add(self, layout: Integers, cut: Integers, layers: Integers) -> None:
+    def _add(
+        self,
+        layout: Integers,
+        cut: Integers,
+        layers: Integers,
+        step_s: Floats | None = None,
+        memory: Floats | None = None,
+    ) -> None:
+        """Strategies that recompute so many layers fully are found."""
         if not len(layout):
             return
         columns = self._columns(layout, cut, layers)
-        step_s = step_times(self.model, self.cluster, columns)
-        needed = self._memory_bytes(layout, cut, layers)
+        if step_s is None:
+            step_s = step_times(self.model, self.cluster, columns)
+        if memory is None:
+            memory = self._memory_bytes(layout, cut, layers)
         self.columns.append(columns)
         self.step_s.append(step_s)
-        self.memory_bytes.append(needed)
-        self.known.add(needed, step_s)
+        self.memory_bytes.append(memory)
+        self.known.add(memory, step_s)
 
     def _memory_bytes(self, layout: Integers, cut: Integers, layers: Integers) -> Floats:
+        """Bytes of strategies that recompute so many layers, or of variants of them."""
         if not len(layout):
             return np.empty(0)
         return memory_bytes(
             self.model,
             self.cluster,
-            self._columns(layout, cut, layers),
+            self._columns(layout, cut, np.zeros_like(layout)),
             layouts=(self.layouts, self.prices, layout),
+            recomputed=np.where(layers == ALL_LAYERS, self.model.num_layers, layers),
         )
 
     def _columns(self, layout: Integers, cut: Integers, layers: Integers) -> Columns:
@@ -213,8 +228,3 @@ class Exploration:
             cut=cut,
             cuts=tuple(self.cuts),
         )
-
-
-def _largest_chunk(cut: Cut, num_layers: int) -> int:
-    pp, vpp, sizes = cut
-    return num_layers // (pp * vpp) if sizes is None else max(sizes)

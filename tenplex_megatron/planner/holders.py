@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from tenplex_megatron.core.mesh import ParallelLayout
-from tenplex_megatron.planner.memory.parameters import embedding_sizes, layer_sizes, output_sizes
+from tenplex_megatron.planner.memory.tensors import embedding_sizes, layer_sizes, output_sizes
 from tenplex_megatron.planner.profile import ModelProfile
 
 __all__ = ["Area", "Division", "Placement", "StateSizes"]

@@ -15,63 +15,26 @@ time and memory skip what a strategy that is known already beats. If neither the
 stage is the largest, the one before the last is: it keeps fewest micro-batches in flight.
 """
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, fields, replace
-from typing import Self
+from collections.abc import Iterator
+from dataclasses import dataclass, fields
 
 import numpy as np
 from numpy.typing import NDArray
 
-from tenplex_megatron.planner.columns import Columns, Cut, Integers
+from tenplex_megatron.planner.columns import Columns, Cut, Integers, repeated
 from tenplex_megatron.planner.incumbents import Incumbents
-from tenplex_megatron.planner.memory.chunks import repeated
 from tenplex_megatron.planner.paces import Paces
 from tenplex_megatron.planner.stage_costs import StageCosts
+from tenplex_megatron.planner.tracked import Tracked, filled
 
-__all__ = ["LayerSearch", "Tracked"]
+__all__ = ["LayerSearch"]
 
 type Floats = NDArray[np.float64]
 type Flags = NDArray[np.bool_]
 
-COSTS_AT_ONCE = 1 << 20
+COSTS_AT_ONCE = 1 << 18
 """Costs of layers looked at together; what is found in one part spares work in the next."""
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Tracked:
-    """Cuts and what they recompute, one entry each."""
-
-    layout: Integers
-    recomputed: Integers
-    """Layers that every stage recomputes fully, all of it if it has fewer."""
-    largest: Integers
-    """Layers of the largest stage."""
-    first: Integers
-    last: Integers
-    step_s: Floats
-    memory_bytes: Floats
-
-    @classmethod
-    def joined(cls, parts: Sequence[Self]) -> Self:
-        """All of them."""
-        names = [field.name for field in fields(cls)]
-        return cls(
-            **{name: np.concatenate([getattr(one, name) for one in parts]) for name in names}
-        )
-
-    def at(self, places: Integers | Flags) -> Self:
-        """Some of them."""
-        names = [field.name for field in fields(self)]
-        return type(self)(**{name: getattr(self, name)[places] for name in names})
-
-    def in_need_of(self, memory_bytes: Floats) -> Self:
-        """The same, of which more is known."""
-        return replace(self, memory_bytes=np.maximum(self.memory_bytes, memory_bytes))
-
-    @property
-    def is_largest_between(self) -> Flags:
-        """Whether neither the first nor the last stage is the largest."""
-        return (self.first < self.largest) & (self.last < self.largest)
+CUTS_AT_ONCE = 64
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -123,8 +86,10 @@ class LayerSearch:
         """
         parts = []
         for rows in self._parts(self._promising(layout, known)):
-            parts.append(self._cuts(rows, known))
-            known.add(parts[-1].memory_bytes, parts[-1].step_s)
+            still = rows.at(self._have_room(rows, known))
+            if len(still.layout):
+                parts.append(self._cuts(still, known))
+                known.add(parts[-1].memory_bytes, parts[-1].step_s)
         if not parts:
             none = np.empty(0, dtype=np.int64)
             return Tracked(none, none, none, none, none, np.empty(0), np.empty(0))
@@ -138,12 +103,12 @@ class LayerSearch:
         pp = self.layouts.pp[layout]
         whole = np.full_like(layout, self.num_layers)
         smallest = -(-whole // pp)
-        below = known.memory_to_beat(self._least_s(layout, smallest))
+        below = known.memory_to_beat(self.paces.least_step_s(layout, smallest))
         open_ = self.costs.have_room(layout, below, largest=whole)
         layout, pp, smallest = layout[open_], pp[open_], smallest[open_]
         row, largest = repeated(smallest, self.num_layers - np.maximum(pp - 3, 0) - smallest + 1)
         layout = layout[row]
-        below = known.memory_to_beat(self._least_s(layout, largest))
+        below = known.memory_to_beat(self.paces.least_step_s(layout, largest))
         # Neighbours often have the same bytes to stay below: they need one look.
         is_new = np.ones(len(layout), dtype=np.bool_)
         is_new[1:] = (layout[1:] != layout[:-1]) | (below[1:] != below[:-1])
@@ -160,27 +125,28 @@ class LayerSearch:
             is_plain & np.where(recomputed == largest, self.may_all, self.may_some),
         )
         layout, recomputed, largest = (one[allowed] for one in (layout, recomputed, largest))
-        least_s = self.paces.least_step_s(layout, recomputed, largest)
-        open_ = self.costs.have_room(
-            layout, known.memory_to_beat(least_s), largest=largest, recomputed=recomputed
-        )
-        return _Rows(layout, recomputed, largest, least_s).at(open_)
+        least_s = self.paces.least_step_s(layout, largest, recomputed)
+        rows = _Rows(layout, recomputed, largest, least_s)
+        return rows.at(self._have_room(rows, known))
 
-    def _least_s(self, layout: Integers, largest: Integers) -> Floats:
-        """The same bound whatever is recomputed."""
-        none, some = np.zeros_like(largest), np.ones_like(largest)
-        return np.minimum(
-            self.paces.least_step_s(layout, none, largest),
-            self.paces.least_step_s(layout, some, largest),
+    def _have_room(self, rows: _Rows, known: Incumbents) -> Flags:
+        """Whether a cut of each row can still be new to the frontier."""
+        return self.costs.have_room(
+            rows.layout,
+            known.memory_to_beat(rows.least_s),
+            largest=rows.largest,
+            recomputed=rows.recomputed,
         )
 
     def _parts(self, rows: _Rows) -> Iterator[_Rows]:
-        """Rows of one number of stages each, not too many at once, the fastest first."""
+        """Rows of similar numbers of stages, not too many at once, the fastest first."""
         pp = self.layouts.pp[rows.layout]
-        for size in np.unique(pp).tolist():
-            some = rows.at(pp == size)
+        size = np.frexp(pp.astype(np.float64))[1]
+        for kind in np.unique(size):
+            some = rows.at(size == kind)
             some = some.at(np.argsort(some.least_s, kind="stable"))
-            step = max(1, COSTS_AT_ONCE // (size * int(some.largest.max() + 1)))
+            most = int(pp[size == kind].max()) * int(some.largest.max() + 1)
+            step = max(1, COSTS_AT_ONCE // most)
             for start in range(0, len(some.layout), step):
                 yield some.at(np.arange(start, min(start + step, len(some.layout))))
 
@@ -213,70 +179,79 @@ class LayerSearch:
             np.maximum(costs.first[row, first], costs.last[row, last]),
         )
         if costs.between.shape[1]:
-            found = found.in_need_of(costs.between[row, 0, 0])
+            found = found.in_need_of(np.where(self._between(layout), costs.between[row, 0, 0], 0.0))
             # Where neither end is as large as the largest stage, the last before the end is.
-            largest_needs = costs.between[row, -1, largest - 1]
+            largest_needs = costs.between[row, self._between(layout) - 1, largest - 1]
             found = found.in_need_of(np.where(found.is_largest_between, largest_needs, 0.0))
             open_ = np.flatnonzero(~known.beat(found.memory_bytes, found.step_s))
             row, found = row[open_], found.at(open_)
-            rest = self.num_layers - found.first - found.last
-            used, place = np.unique(row, return_inverse=True)
-            between, is_between = costs.between[used], found.is_largest_between
-            shared = _fullest(between, place, np.where(is_between, 0, rest))
-            others = np.where(is_between, rest - found.largest, 0)
-            shared = np.maximum(shared, _fullest(between[:, :-1], place, others))
-            found = found.in_need_of(shared)
+            found = found.in_need_of(self._shared(costs.between, row, found))
         return found.at(~known.beat(found.memory_bytes, found.step_s))
+
+    def _between(self, layout: Integers) -> Integers:
+        """Stages between the first and the last."""
+        return self.layouts.pp[layout] - 2
+
+    def _shared(self, between: Floats, row: Integers, found: Tracked) -> Floats:
+        """What the fullest stage needs of those that share what the others leave."""
+        used, place = np.unique(row, return_inverse=True)
+        between = between[used]
+        rest = self.num_layers - found.first - found.last
+        is_between = found.is_largest_between
+        shared = _fullest(between, place, np.where(is_between, 0, rest))
+        # The last of them holds the largest number of layers: the others share what is left.
+        between[place, self._between(found.layout) - 1] = np.inf
+        others = np.where(is_between, rest - found.largest, 0)
+        return np.maximum(shared, _fullest(between, place, others))
 
     def _ends(
         self, rows: _Rows, costs: _Costs, below: Floats
     ) -> tuple[Integers, Integers, Integers]:
         """Rows with layers of the first and of the last stage that leave a cut `below` so much."""
-        between = costs.between.shape[1]
-        leading = self.costs.num_leading
-        below = below[:, None]
-        first_most = leading - 1 + (costs.first[:, leading:] < below).sum(axis=1)
-        last_most = (costs.last < below).sum(axis=1) - 1
-        room = (costs.between < below[:, :, None]).sum(axis=(1, 2))
-        if between:
-            room = np.where(costs.between[:, 0, 0] < below[:, 0], room, -1)
-        whole = self.num_layers
+        leading, whole, between = (
+            self.costs.num_leading,
+            self.num_layers,
+            self._between(rows.layout),
+        )
+        first_most = leading - 1 + (costs.first[:, leading:] < below[:, None]).sum(axis=1)
+        last_most = (costs.last < below[:, None]).sum(axis=1) - 1
+        room = (costs.between < below[:, None, None]).sum(axis=(1, 2))
+        is_possible = last_most >= 0
+        if costs.between.shape[1]:
+            is_possible &= (between == 0) | (costs.between[:, 0, 0] < below)
         least = np.maximum(leading, whole - last_most - room)
         most = np.minimum(first_most, whole - between)
-        is_possible = (room >= between) & (last_most >= 0)
         row, first = repeated(least, np.where(is_possible, np.maximum(most - least + 1, 0), 0))
         least = np.maximum(0, whole - room[row] - first)
-        most = np.minimum(last_most[row], whole - between - first)
+        most = np.minimum(last_most[row], whole - between[row] - first)
         part, last = repeated(least, np.maximum(most - least + 1, 0))
         row, first = row[part], first[part]
-        largest = rows.largest[row]
+        largest, between = rows.largest[row], between[row]
         is_whole = (first == largest) | (last == largest)
-        if between:
-            rest = whole - first - last
-            fits = costs.between[row, -1, largest - 1] < below[row, 0]
-            is_whole |= fits & (rest >= largest + between - 1)
+        if costs.between.shape[1]:
+            fits = costs.between[row, between - 1, largest - 1] < below[row]
+            fits &= whole - first - last >= largest + between - 1
+            is_whole |= fits & (between > 0)
         return row[is_whole], first[is_whole], last[is_whole]
 
     # ---- what was found ---------------------------------------------------------------------
 
     def cuts_of(self, found: Tracked) -> list[Cut]:
         """Their stages: as equal as the memory they were found with allows."""
-        pp = self.layouts.pp[found.layout]
-        cuts: dict[int, Cut] = {}
-        for size in np.unique(pp).tolist():
-            places = np.flatnonzero(pp == size)
-            some = found.at(places)
+        cuts: list[Cut] = []
+        for start in range(0, len(found.layout), CUTS_AT_ONCE):
+            some = found.at(np.arange(start, min(start + CUTS_AT_ONCE, len(found.layout))))
             costs = self._stage_costs(some).between
             room = (costs <= some.memory_bytes[:, None, None]).sum(axis=2)
-            for number, place in enumerate(places.tolist()):
+            for number, between in enumerate(self._between(some.layout).tolist()):
                 first, last, largest = (
                     int(column[number]) for column in (some.first, some.last, some.largest)
                 )
                 rest = self.num_layers - first - last
-                is_between = max(first, last) < largest
-                stages = _filled(room[number].tolist(), rest, largest if is_between else 0)
-                cuts[place] = (size, 1, (first, *stages, last))
-        return [cuts[place] for place in range(len(found.layout))]
+                forced = 0 if max(first, last) == largest else largest
+                stages = filled(room[number, :between].tolist(), rest, forced)
+                cuts.append((between + 2, 1, (first, *stages, last)))
+        return cuts
 
 
 def _fullest(costs: Floats, row: Integers, layers: Integers) -> Floats:
@@ -285,21 +260,3 @@ def _fullest(costs: Floats, row: Integers, layers: Integers) -> Floats:
         return np.zeros(len(row))
     ordered = np.sort(costs.reshape(len(costs), -1), axis=1)
     return np.where(layers > 0, ordered[row, np.maximum(layers - 1, 0)], 0.0)
-
-
-def _filled(room: list[int], layers: int, forced: int) -> list[int]:
-    """As equal stages as their room allows; with `forced`, the last one holds so many.
-
-    >>> _filled([1, 2, 4], 6, 0), _filled([1, 2, 4], 6, 4)
-    ([1, 2, 3], [1, 1, 4])
-    """
-    if not room:
-        return []
-    if forced:
-        return [*_filled(room[:-1], layers - forced, 0), forced]
-    level = next(n for n in range(layers + 1) if sum(min(n, one) for one in room) >= layers)
-    stages = [min(level, one) for one in room]
-    # Early stages, which keep more in flight, are the first to give up what is too much.
-    for stage in [i for i, size in enumerate(stages) if size == level][: sum(stages) - layers]:
-        stages[stage] -= 1
-    return stages

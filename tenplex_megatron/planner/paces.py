@@ -47,27 +47,35 @@ class Paces:
         self.edges_s = np.sum(edge_times(cluster, self.candidates), axis=0)
         self.send_s = communication.send_s(cluster, self.candidates)
 
-    def least_step_s(self, layout: Integers, recomputed: Integers, largest: Integers) -> Floats:
+    def least_step_s(
+        self, layout: Integers, largest: Integers, recomputed: Integers | None = None
+    ) -> Floats:
         """No cut with a largest stage of so many layers is faster.
 
-        Every stage recomputes `recomputed` layers, all of it if it has fewer.
+        Every stage recomputes `recomputed` layers, all of it if it has fewer; None for any number.
         """
-        layers, again_s = self.num_layers, self.recompute_s[layout]
-        again = np.minimum(largest, recomputed)
-        chosen = self._chosen(layout, recomputed, largest, largest, largest)
-        slowest_s = largest * self.layer_s[layout] + again * again_s
-        total_s = layers * self.layer_s[layout] + self.edges_s[layout]
-        total_s += self._fewest_recomputed(chosen.pp, recomputed, largest) * again_s
-        nothing = np.zeros_like(slowest_s)
-        busy_s, bubble_s = pipeline.schedule_s(
+        again_s, nothing = self.recompute_s[layout], np.zeros(len(layout))
+        layers = np.zeros_like(largest) if recomputed is None else recomputed
+        # What is recomputed takes time, and gives reductions time to hide in.
+        hiding_s = np.where(layers > 0, again_s, 0.0) if recomputed is not None else again_s
+        chosen = self._chosen(layout, layers, largest, largest, largest)
+        slowest_s = largest * self.layer_s[layout] + np.minimum(largest, layers) * again_s
+        total_s = self.num_layers * self.layer_s[layout] + self.edges_s[layout]
+        total_s += self._fewest_recomputed(chosen.pp, layers, largest) * again_s
+        (busy_s, bubble_s), (_, least_bubble_s) = (
+            pipeline.schedule_s(
+                chosen, pipeline.StageTimes(slow_s, nothing, nothing, total_s), self.send_s[layout]
+            )
+            for slow_s in (slowest_s, slowest_s + self.edges_s[layout])
+        )
+        # A slower stage costs more than the bubble around it shrinks, unless gathering hides it.
+        bubble_s = np.where(chosen.zero_stage < 3, bubble_s, least_bubble_s)
+        rest = outside_passes(
+            self.cluster,
             chosen,
-            pipeline.StageTimes(slowest_s, nothing, nothing, total_s),
-            self.send_s[layout],
+            busy_s=busy_s,
+            last_backward_s=largest * (self.backward_s[layout] + hiding_s),
         )
-        last_backward_s = largest * (
-            self.backward_s[layout] + np.where(recomputed > 0, again_s, 0.0)
-        )
-        rest = outside_passes(self.cluster, chosen, busy_s=busy_s, last_backward_s=last_backward_s)
         return (busy_s + bubble_s + sum(rest.values())) * ROUNDING
 
     def _fewest_recomputed(self, pp: Floats, recomputed: Integers, largest: Integers) -> Floats:

@@ -1,5 +1,6 @@
 """What is trained: the sizes of a transformer that decide its time and memory."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from tenplex_megatron.errors import ConfigError
@@ -55,8 +56,42 @@ class ModelProfile:
     """None: queries, keys and values are projected directly."""
 
     def __post_init__(self) -> None:
-        if self.num_heads % self.num_query_groups:
-            raise ConfigError(
-                f"model: {self.num_heads} heads do not divide into {self.num_query_groups} query "
-                "groups"
+        broken = list(self._broken_rules())
+        if broken:
+            raise ConfigError("model: " + "; ".join(broken))
+
+    def _broken_rules(self) -> Iterator[str]:
+        """Why Megatron could build no such model, whatever the layout; one sentence each.
+
+        megatron/training/arguments.py, `validate_args`; the rule of query groups is
+        `TransformerConfig.__post_init__`'s, that of the router's choice its `topk`'s.
+        """
+        sizes = {
+            "--num-layers": self.num_layers,
+            "--hidden-size": self.hidden_size,
+            "--num-attention-heads": self.num_heads,
+            "--num-query-groups": self.num_query_groups,
+            "--kv-channels": self.head_size,
+            "--seq-length": self.seq_length,
+            "--vocab-size": self.vocab_size,
+        }
+        if self.num_experts:
+            sizes["--num-experts"] = self.num_experts
+            sizes["--moe-ffn-hidden-size"] = self.expert_ffn_size
+        if not self.num_experts or self.num_dense_layers:
+            sizes["--ffn-hidden-size"] = self.ffn_size
+        for flag, size in sizes.items():
+            if size < 1:
+                yield f"{flag} must be at least 1, got {size}"
+        if self.num_query_groups > 0 and self.num_heads % self.num_query_groups:
+            yield (
+                f"{self.num_heads} attention heads do not divide into {self.num_query_groups} "
+                "query groups"
             )
+        if self.num_experts > 0 and not 1 <= self.experts_per_token <= self.num_experts:
+            yield (
+                f"--moe-router-topk must be from 1 to {self.num_experts}, the number of experts, "
+                f"got {self.experts_per_token}"
+            )
+        if not 0 <= self.num_dense_layers <= self.num_layers:
+            yield f"{self.num_dense_layers} leading layers of {self.num_layers} have no experts"

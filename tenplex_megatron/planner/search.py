@@ -54,11 +54,11 @@ class Evaluated:
 
 def evaluate(model: ModelProfile, cluster: ClusterProfile, found: Sequence[Strategy]) -> Evaluated:
     """Predict the time and the memory of some strategies."""
-    if not found:
+    if not len(found):
         return Evaluated((), np.empty(0), np.empty(0))
-    columns = Columns.of(found)
+    columns = found.columns if isinstance(found, Strategies) else Columns.of(found)
     return Evaluated(
-        tuple(found),
+        found if isinstance(found, Strategies) else tuple(found),
         step_times(model, cluster, columns),
         memory_bytes(model, cluster, columns),
     )
@@ -102,9 +102,13 @@ def search(
 
 
 def _with_kinds(found: Columns, scope: Scope) -> Columns:
-    """Layouts that recompute no layer fully, and those that recompute the core of attention."""
-    kinds = [0] if set(scope.recompute) - {"selective"} else []
-    if "selective" in scope.recompute:
+    """Layouts that recompute no layer fully, and those that recompute the core of attention.
+
+    Fused attention keeps no scores that could be computed again.
+    """
+    is_plain = bool(set(scope.recompute) - {"selective"})
+    kinds = [0] if is_plain else []
+    if "selective" in scope.recompute and not (scope.is_flash and is_plain):
         kinds.append(RECOMPUTES.index("selective"))
     places = np.repeat(np.arange(len(found)), len(kinds))
     return replace(found.at(places), recompute=np.tile(np.array(kinds), len(found)))

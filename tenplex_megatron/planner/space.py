@@ -1,11 +1,14 @@
-"""Which strategies run on so many devices, and which of them are worth a try?
+"""Which strategies run on so many devices?
 
-What runs is the matter of `rules`, with which the enumeration prunes. *Scope* is taste: what runs
-but is left out because something better is known to exist.
+What runs is the matter of `rules`, with which the enumeration prunes; what of it is worth a try
+that of `scope`.
 """
 
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import lru_cache
+from operator import neg
 
 import numpy as np
 
@@ -18,6 +21,7 @@ from tenplex_megatron.planner.columns import (
     Columns,
     Cut,
     Integers,
+    repeated,
 )
 from tenplex_megatron.planner.cuts import balanced_cuts
 from tenplex_megatron.planner.profile import ModelProfile
@@ -29,48 +33,21 @@ from tenplex_megatron.planner.rules import (
     sequence_rules,
     tensor_rules,
 )
-from tenplex_megatron.planner.strategy import LossFusion, Precision, Recompute, Strategy
+from tenplex_megatron.planner.scope import EVERYTHING, Scope
+from tenplex_megatron.planner.strategy import Strategy
 
 __all__ = ["EVERYTHING", "RECOMPUTES", "Scope", "broken_rules", "layouts", "strategies"]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Scope:
-    """What of all that runs is worth trying, and what is the same in every strategy."""
+@dataclass(frozen=True, slots=True)
+class _Split:
+    """How one replica's layers are split, and how many such groups of devices there are."""
 
-    zero_stages: tuple[int, ...] = (0, 1)
-    """Replicated or distributed optimizer; 2 and 3 are Megatron-FSDP."""
-    recompute: tuple[Recompute, ...] = RECOMPUTES
-    some_layers: bool = True
-    """Whether full recomputation may be that of some layers of each stage only."""
-    uneven_stages: bool = True
-    """Also stages of different sizes."""
-    max_virtual_stages: int | None = 8
-    """Model chunks per stage at most; each more costs messages, for ever less of a bubble."""
-    tensor_leaves_node: bool = False
-    """Also tensor-parallel groups that span nodes: every layer then waits for the network."""
-    tensor_above_query_groups: bool = False
-    """Also more tensor parallelism than query groups: keys and values are gathered each step."""
-    min_sequence_per_rank: int = 2048
-    """Tokens of a sequence that context parallelism leaves to a rank at least."""
-    fewer_replicas: bool = False
-    """Also strategies that stay legal, and get faster, with more data-parallel replicas."""
-    precision: Precision = "bf16"
-    is_flash: bool = True
-    loss_fusion: LossFusion = "none"
-    overlaps_gradients: bool = True
-    overlaps_tensor_parallel: bool = False
-    """Taken where there is sequence parallelism, without which it does not run."""
-
-
-EVERYTHING = Scope(
-    max_virtual_stages=None,
-    tensor_leaves_node=True,
-    tensor_above_query_groups=True,
-    min_sequence_per_rank=1,
-    fewer_replicas=True,
-)
-"""All that runs, but optimizers that are distributed over a single replica."""
+    tp: int
+    cp: int
+    groups: int
+    with_sp: tuple[bool, ...]
+    """Whether sequence parallelism is legal: without, with, or both."""
 
 
 def strategies(
@@ -134,41 +111,52 @@ def layouts(
         raise ConfigError(f"search: devices and batch sizes must be at least 1, got {sizes}")
     nodes = _nodes(devices, devices_per_node)
     batches = {
-        micro: [
-            dp
-            for dp in range(min(devices, global_batch_size // micro), 0, -1)
-            if holds(batch_rules(global_batch_size, micro, dp, 1, 1))
-        ]
-        for micro in sorted(set(micro_batch_sizes))
+        micro: _replica_sizes(global_batch_size, micro) for micro in sorted(set(micro_batch_sizes))
     }
-    cuts: dict[Cut, int] = {}
-    rows: list[tuple[int, ...]] = []
+    pipelines = _pipelines(
+        model.num_layers, scope.max_virtual_stages or model.num_layers + 2, scope.uneven_stages
+    )
+    tables = [np.empty((10, 0), dtype=np.int64)]
     for tp in _tensor_sizes(model, nodes, scope):
         groups = devices // tp if scope.tensor_leaves_node else sum(size // tp for size in nodes)
         for cp, with_sp in _sequence_splits(model, tp, groups, scope):
             split = _Split(tp, cp, groups // cp, with_sp)
-            for pp, vpp, ep, micro, dp, cut in _axes(
-                model, split, global_batch_size, batches, scope
-            ):
-                place = cuts.setdefault(cut, len(cuts))
-                # An optimizer needs two replicas to be distributed.
-                zero_stages = scope.zero_stages if dp * cp > 1 else (0,)
-                rows += [
-                    (tp, pp, dp, vpp, cp, ep, micro, sequence_parallel, zero_stage, place)
-                    for sequence_parallel in with_sp
-                    for zero_stage in zero_stages
-                ]
-    return _columns(rows, tuple(cuts), global_batch_size, scope)
+            rows = list(
+                _axes(
+                    model,
+                    split,
+                    pipelines,
+                    batches,
+                    batch=global_batch_size,
+                    is_largest=not scope.fewer_replicas,
+                )
+            )
+            tables.append(_with_choices(split, rows, scope))
+    return _columns(np.concatenate(tables, axis=1), pipelines, global_batch_size, scope)
 
 
-def _columns(
-    rows: Sequence[tuple[int, ...]], cuts: tuple[Cut, ...], batch: int, scope: Scope
-) -> Columns:
-    table = np.array(rows, dtype=np.int64).reshape(len(rows), 10).T.copy()
+def _with_choices(split: _Split, rows: Sequence[tuple[int, ...]], scope: Scope) -> Integers:
+    """Layouts with every sequence parallelism and ZeRO stage; one row for each column."""
+    pp, vpp, ep, micro, dp, cut = np.array(rows, dtype=np.int64).reshape(-1, 6).T
+    shared = [(with_sp, zero) for with_sp in split.with_sp for zero in scope.zero_stages]
+    # An optimizer needs two replicas to be distributed.
+    alone = [(with_sp, 0) for with_sp in split.with_sp]
+    is_alone = dp * split.cp == 1
+    row, choice = repeated(
+        np.where(is_alone, len(shared), 0), np.where(is_alone, len(alone), len(shared))
+    )
+    sequence_parallel, zero_stage = np.array([*shared, *alone], dtype=np.int64)[choice].T
+    tp, cp = np.full_like(row, split.tp), np.full_like(row, split.cp)
+    axes = (one[row] for one in (pp, dp, vpp, ep, micro, cut))
+    pp, dp, vpp, ep, micro, cut = axes
+    return np.stack([tp, pp, dp, vpp, cp, ep, micro, sequence_parallel, zero_stage, cut])
+
+
+def _columns(table: Integers, cuts: Sequence[Cut], batch: int, scope: Scope) -> Columns:
     tp, pp, dp, vpp, cp, ep, micro, sequence_parallel, zero_stage, cut = table
 
     def all_of(value: int) -> Integers:
-        return np.full(len(rows), value, dtype=np.int64)
+        return np.full_like(tp, value)
 
     return Columns(
         tp=tp,
@@ -191,17 +179,6 @@ def _columns(
         cut=cut,
         cuts=cuts,
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Split:
-    """How one replica's layers are split, and how many such groups of devices there are."""
-
-    tp: int
-    cp: int
-    groups: int
-    with_sp: tuple[bool, ...]
-    """Whether sequence parallelism is legal: without, with, or both."""
 
 
 def _nodes(devices: int, devices_per_node: int | Sequence[int]) -> tuple[int, ...]:
@@ -247,38 +224,50 @@ def _sequence_splits(
 def _axes(
     model: ModelProfile,
     split: _Split,
-    batch: int,
+    pipelines: Sequence[Cut],
     replicas: dict[int, list[int]],
-    scope: Scope,
-) -> Iterator[tuple[int, int, int, int, int, Cut]]:
+    *,
+    batch: int,
+    is_largest: bool,
+) -> Iterator[tuple[int, int, int, int, int, int]]:
     """PP, VPP, EP, micro-batch, DP and a cut of every layout that splits layers like `split`.
 
-    `replicas` are the data-parallel sizes that divide the batch, by size of the micro-batch.
+    A cut is a place in `pipelines`; `replicas` are the data-parallel sizes that divide the batch,
+    the largest first, by size of the micro-batch; with `is_largest` only the largest one that runs.
     """
     expert_sizes = _expert_sizes(model, split)
-    for pp, vpp, cut in _pipelines(model.num_layers, split.groups, scope):
+    for place, (pp, vpp, _) in enumerate(pipelines):
+        if pp > split.groups:
+            break
         for ep in expert_sizes:
             for micro, sizes in replicas.items():
-                for dp in sizes:
+                for dp in sizes[bisect_left(sizes, -(split.groups // pp), key=neg) :]:
                     # Experts are split over data and context axis: `ParallelLayout` asks for it.
-                    if dp * pp > split.groups or dp * split.cp % ep:
+                    if dp * split.cp % ep:
                         continue
                     if vpp > 1 and not holds(batch_rules(batch, micro, dp, pp, vpp)):
                         continue
-                    yield pp, vpp, ep, micro, dp, cut
-                    if not scope.fewer_replicas:
+                    yield pp, vpp, ep, micro, dp, place
+                    if is_largest:
                         break
 
 
-def _pipelines(num_layers: int, largest: int, scope: Scope) -> Iterator[tuple[int, int, Cut]]:
-    """PP and VPP of at most `largest` stages, with a cut for each."""
+@lru_cache(maxsize=1 << 8)
+def _pipelines(num_layers: int, max_virtual: int, uneven: bool) -> tuple[Cut, ...]:
+    """PP and VPP of all stages the layers can make, with a cut for each."""
     parts = num_layers + 2  # embedding and loss may have stages of their own
-    most = scope.max_virtual_stages or parts
-    for pp in range(1, min(largest, parts) + 1):
-        for vpp in range(1, min(most, parts // pp) + 1 if pp > 1 else 2):
-            cuts = balanced_cuts(num_layers, pp, vpp, uneven=scope.uneven_stages)
-            if cuts:
-                yield pp, vpp, cuts[0]
+    cuts: list[Cut] = []
+    for pp in range(1, parts + 1):
+        for vpp in range(1, min(max_virtual, parts // pp) + 1 if pp > 1 else 2):
+            cuts += balanced_cuts(num_layers, pp, vpp, uneven=uneven)[:1]
+    return tuple(cuts)
+
+
+@lru_cache(maxsize=1 << 8)
+def _replica_sizes(batch: int, micro: int) -> list[int]:
+    """Data-parallel sizes that divide the batch, the largest first."""
+    sizes = range(batch // micro, 0, -1)
+    return [dp for dp in sizes if holds(batch_rules(batch, micro, dp, 1, 1))]
 
 
 def _expert_sizes(model: ModelProfile, split: _Split) -> list[int]:

@@ -23,6 +23,8 @@ __all__ = ["StageCosts"]
 
 type Floats = NDArray[np.float64]
 
+ROWS_AT_ONCE = 1024
+
 
 class StageCosts:
     """What devices of a stage need, in the bytes of `MemoryPrediction.required_bytes`."""
@@ -47,6 +49,18 @@ class StageCosts:
         Of a stage only what grows with its layers is counted, and what its backward pass holds.
         Without `recomputed` any number of its layers may be.
         """
+        has_room = np.empty(len(layout), dtype=np.bool_)
+        order = np.argsort(self.layouts.pp[layout])
+        # Rows of similar numbers of stages waste least room in a table.
+        for start in range(0, len(layout), ROWS_AT_ONCE):
+            some = order[start : start + ROWS_AT_ONCE]
+            again = None if recomputed is None else recomputed[some]
+            has_room[some] = self._have_room(layout[some], below[some], largest[some], again)
+        return has_room
+
+    def _have_room(
+        self, layout: Integers, below: Floats, largest: Integers, recomputed: Integers | None
+    ) -> NDArray[np.bool_]:
         prices, layers = self.prices, self.model.num_layers - self.num_leading
         has_experts = self.model.num_experts > 0
         pp = self.layouts.pp[layout]
@@ -87,15 +101,14 @@ class StageCosts:
     def between(self, layout: Integers, recomputed: Integers, most: int) -> Floats:
         """`[row, stage, layers]` of the other stages, for 1 to `most` layers.
 
-        All layouts have the same number of stages.
+        Infinite past the stages that a layout has.
         """
-        pp = int(self.layouts.pp[layout[0]])
         one = np.ones_like(layout)
         found = self._stages(layout, recomputed, most, stage=1, flight=one)
+        pp = self.layouts.pp[layout][:, None]
         # Nothing but activations grows with the micro-batches in flight.
-        in_flight = np.arange(pp - 1, 1, -1)
-        micro_batches = self.layouts.num_micro_batches[layout]
-        flight = np.minimum(micro_batches[:, None], in_flight)[:, :, None]
+        in_flight = pp - 1 - np.arange(max(int(pp.max(initial=0)) - 2, 0))
+        flight = np.minimum(self.layouts.num_micro_batches[layout][:, None], in_flight)
         kept, *others = (
             column.reshape(-1, 1, most + 1)[:, :, 1:]
             for column in (
@@ -104,8 +117,11 @@ class StageCosts:
             )
         )
         parameters, gradients, optimizer, moment, step = others
-        peak = StageBytes(parameters, gradients, optimizer, flight * kept, moment, step).total
-        return required_bytes(peak, self.cluster.context_bytes)
+        kept = flight[:, :, None] * kept
+        peak = StageBytes(parameters, gradients, optimizer, kept, moment, step).total
+        costs = required_bytes(peak, self.cluster.context_bytes)
+        costs[in_flight < 2] = np.inf
+        return costs
 
     def _stages(
         self, layout: Integers, recomputed: Integers, most: int, *, stage: int, flight: Integers

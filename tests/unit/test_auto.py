@@ -22,6 +22,7 @@ RANK = {
 KEPT_OUT = (*RANK, "TENPLEX_GENERATION", "TENPLEX_JOB")
 MODEL = (
     *("--num-layers=4", "--num-attention-heads=4", "--global-batch-size=12"),
+    *("--hidden-size=64", "--seq-length=32"),
     *("--micro-batch-size=1", "--elastic-policy", "policy.yaml"),
 )
 

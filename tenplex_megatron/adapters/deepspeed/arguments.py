@@ -53,6 +53,13 @@ class DeepSpeedArguments(ArgumentAdapter):
         "deepspeed.runtime.engine",
         "deepspeed.runtime.zero.stage3",
         "deepspeed.runtime.pipe.engine",
+        # What the first engine of a process imports, 5 s of it torch's compiler.
+        "deepspeed.module_inject.auto_ep_layer",
+        "deepspeed.runtime.superoffload.superoffload_stage3",
+        "setuptools",
+        "torch._dynamo",
+        "torch._inductor.compile_fx",
+        "torch.distributed.tensor",
         "tenplex_megatron.adapters.deepspeed.hooks",
         "tenplex_megatron.elastic.session",
     )

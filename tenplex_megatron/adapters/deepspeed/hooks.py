@@ -7,7 +7,8 @@ every argument through.
 
 import functools
 import importlib
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,13 @@ class DeepSpeedAdapter(FrameworkAdapter):
         _wrap(deepspeed, "add_config_arguments", _add_flag)
 
 
-def elastic(engine: Any, sampler: ElasticSampler | None = None, *, steps: int | None = None) -> Any:
+def elastic(
+    engine: Any,
+    sampler: ElasticSampler | None = None,
+    *,
+    steps: int | None = None,
+    client_state: dict[str, Any] | None = None,
+) -> Any:
     """Make an engine elastic: its state is imported, kept safe, and handed over at changes.
 
     Call it once, after `deepspeed.initialize` and before the first batch is drawn. Without an
@@ -50,6 +57,7 @@ def elastic(engine: Any, sampler: ElasticSampler | None = None, *, steps: int | 
         engine: what `deepspeed.initialize` returned.
         sampler: deals the samples, so that they go on where they stopped.
         steps: how many steps will be trained; the last one is then kept for a later start.
+        client_state: plain values of the script that travel along; replaced in place by an import.
 
     Returns:
         The same engine.
@@ -59,13 +67,13 @@ def elastic(engine: Any, sampler: ElasticSampler | None = None, *, steps: int | 
     """
     if getattr(engine, "tenplex_state", None) is not None:
         raise ConfigError("elastic(engine): this engine is elastic already; call it once")
-    state = DeepSpeedState(engine, sampler)
+    state = DeepSpeedState(engine, sampler, client_state)
     engine.tenplex_state = state
     if not _observers:
         return engine
     observer = _observers[0]
     if sampler is not None and observer.audits_samples:
-        sampler.on_deal = observer.on_samples
+        _audit_samples(sampler, observer)
     observer.on_built(state)
     _Loop(engine, state, observer, steps).hook()
     return engine
@@ -135,12 +143,24 @@ class _Loop:
             raise SystemExit(self._observer.exit_code)
 
 
+def _audit_samples(sampler: ElasticSampler, observer: StepObserver) -> None:
+    """Report the samples of every micro-batch, counted over all passes."""
+    numbers = itertools.count()
+
+    def audited(original: Callable[..., Any]) -> Iterator[list[int]]:
+        for ids in original():
+            observer.on_samples(next(numbers), ids)
+            yield ids
+
+    _wrap(sampler, "micro_batches", audited)
+
+
 def _initialize(
     original: Callable[..., Any], *args: Any, layout: ParallelLayout, **kwargs: Any
 ) -> Any:
     """Build the engine with the configuration of this layout."""
     source = kwargs.pop("config", None) or kwargs.pop("config_params", None)
-    script = args[0] if args else kwargs.get("args")
+    script: Any = args[0] if args else kwargs.get("args")
     if source is None:
         source = getattr(script, "deepspeed_config", None)
     if source is None:
@@ -186,8 +206,7 @@ def _add_flag(original: Callable[..., Any], parser: Any) -> Any:
 
 def _skip_compilation() -> None:
     """DeepSpeed would compile a kernel for CPU collectives at its first start, for minutes."""
-    ops = importlib.import_module("deepspeed.ops")
-    compatible: dict[str, bool] = vars(ops)["__compatible_ops__"]
+    compatible: dict[str, bool] = importlib.import_module("deepspeed.ops").__compatible_ops__
     compatible["deepspeed_shm_comm"] = False
 
 

@@ -13,10 +13,10 @@ from typing import Self
 import numpy as np
 from numpy.typing import NDArray
 
-from tenplex_megatron.planner.columns import Cut, Integers
+from tenplex_megatron.planner.columns import Cut, Integers, repeated
 from tenplex_megatron.planner.profile import ModelProfile
 
-__all__ = ["Chunks", "CutTable", "repeated"]
+__all__ = ["Chunks", "CutTable"]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -82,16 +82,6 @@ class CutTable:
             has_output=rest[3],
             stages=np.flatnonzero(number == 0),
         )
-
-
-def repeated(start: Integers, count: Integers) -> tuple[Integers, Integers]:
-    """For runs of numbers: which run each one is of, and the number.
-
-    >>> repeated(np.array([5, 0]), np.array([2, 3]))
-    (array([0, 0, 1, 1, 1]), array([5, 6, 0, 1, 2]))
-    """
-    run = np.repeat(np.arange(len(count)), count)
-    return run, np.arange(len(run)) + (start - np.cumsum(count) + count)[run]
 
 
 @lru_cache(maxsize=1 << 15)

@@ -21,9 +21,16 @@ def chunks_in_flight(
     >>> chunks_in_flight(0, [0], 4, 1, 8), chunks_in_flight(0, [0, 1], 4, 2, 8)
     (array([4]), array([7, 4]))
     """
-    later = np.subtract(pp, stage) - 1
-    warm_up = np.where(np.equal(vpp, 1), later, 2 * later + np.subtract(vpp, 1) * pp)
-    units = np.minimum(np.multiply(num_micro_batches, vpp), warm_up + 1)
-    rounds, rest = np.divmod(units, np.multiply(pp, vpp))
-    counts: NDArray[np.int64] = rounds * pp + np.clip(rest - np.multiply(chunk, pp), 0, pp)
+    stage, chunk, pp, vpp, num_micro_batches = np.broadcast_arrays(
+        stage, chunk, pp, vpp, num_micro_batches
+    )
+    later = pp - stage - 1
+    counts: NDArray[np.int64] = np.minimum(num_micro_batches, later + 1)
+    some = vpp > 1
+    if some.any():
+        later, chunk, pp, vpp = (column[some] for column in (later, chunk, pp, vpp))
+        warm_up = 2 * later + (vpp - 1) * pp
+        units = np.minimum(num_micro_batches[some] * vpp, warm_up + 1)
+        rounds, rest = np.divmod(units, pp * vpp)
+        counts[some] = rounds * pp + np.clip(rest - chunk * pp, 0, pp)
     return counts

@@ -77,7 +77,7 @@ class MemoryTable:
     @property
     def peak_bytes(self) -> Floats:
         """Of every strategy; see `MemoryPrediction`."""
-        return np.maximum.reduceat(self.stages.total, self.starts[:-1])
+        return np.maximum.reduceat(self.stages.total, self.starts[:-1], axis=-1)
 
     @property
     def required_bytes(self) -> Floats:
@@ -115,6 +115,7 @@ def predict_memories(
     strategies: Sequence[Strategy] | Columns,
     *,
     layouts: tuple[Columns, Prices, Integers] | None = None,
+    recomputed: Integers | None = None,
     is_decisive: bool = False,
 ) -> MemoryTable:
     """The memory of many strategies of one model at once, much faster than one by one.
@@ -125,6 +126,8 @@ def predict_memories(
         strategies: how, as values or as columns.
         layouts: strategies of which these differ in cuts and recomputed layers only, their prices,
             and the one that each of these is like.
+        recomputed: leading layers of a chunk that keep only their input, `[variant, strategy]`, in
+            place of what the strategies say.
         is_decisive: whether to look only at the stages that can be the fullest.
 
     Raises:
@@ -141,13 +144,15 @@ def predict_memories(
     if layouts:
         of = layouts[0]
         chunks = chunks.of(layouts[2][row])
+    if recomputed is None:
+        recomputed = _recomputed_layers(model, columns)
     stages = stage_bytes(
         model,
         of,
         prices,
         chunks,
         flight=in_flight(of, chunks),
-        recomputed=_recomputed_layers(model, columns)[row],
+        recomputed=recomputed[..., row],
     )
     starts = np.searchsorted(row[chunks.stages], np.arange(len(columns) + 1))
     return MemoryTable(stages, starts, cluster.context_bytes)

@@ -72,7 +72,8 @@ def stage_bytes(
         prices: their prices.
         chunks: the chunks of the stages.
         flight: micro-batches in flight of every chunk.
-        recomputed: leading layers of every chunk that keep only their input.
+        recomputed: leading layers of every chunk that keep only their input; axes ahead of that
+            of the chunks are variants, which the result has too.
     """
     strategy = chunks.strategy[chunks.stages]
     parameters, gradients, optimizer, step = _state(model, columns, prices, chunks)
@@ -80,7 +81,7 @@ def stage_bytes(
     def by_stage(column: Floats | Integers) -> Floats:
         if len(chunks.stages) == len(chunks):
             return column.astype(np.float64)
-        return np.add.reduceat(column, chunks.stages).astype(np.float64)
+        return np.add.reduceat(column, chunks.stages, axis=-1).astype(np.float64)
 
     # The first layers of a chunk are recomputed (transformer_block.py, "block").
     of_dense = np.minimum(recomputed, chunks.dense)

@@ -209,7 +209,7 @@ def test_residual_edges_go_round_every_part_of_a_block() -> None:
 
 def test_what_a_builder_or_a_search_cannot_do_is_refused() -> None:
     with pytest.raises(ConfigError, match="no experts"):
-        transformer(replace(MODEL, num_experts=8), 8)
+        transformer(replace(MODEL, num_experts=8, expert_ffn_size=64), 8)
     with pytest.raises(ConfigError, match="divisible by 32"):
         vgg16(8, image_size=100)
     with pytest.raises(ConfigError, match="at least 1 level"):

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.cluster import ClusterProfile
+from tenplex_megatron.planner.columns import Columns
 from tenplex_megatron.planner.memory.activations import Choices, layer_bytes
 from tenplex_megatron.planner.memory.buffers import buffer_elements
 from tenplex_megatron.planner.memory.in_flight import chunks_in_flight
@@ -25,6 +26,7 @@ from tenplex_megatron.planner.memory.predict import (
     predict_memory,
 )
 from tenplex_megatron.planner.profile import LatentAttention, ModelProfile
+from tenplex_megatron.planner.space import EVERYTHING, strategies
 from tenplex_megatron.planner.strategy import Strategy
 from tests.unit.planner.memory_rows import LLAMA, MemoryRow, b200_rows, functional_rows
 
@@ -277,24 +279,76 @@ def test_many_strategies_at_once_are_those_one_by_one(model: ModelProfile) -> No
         assert table.required_bytes[index] == alone.required_bytes
 
 
+@pytest.mark.parametrize("model", [GPT, ODD, MIXTURE, replace(MIXTURE, latent=LATENT)])
+def test_the_fullest_stage_is_among_those_that_can_be(model: ModelProfile) -> None:
+    many = [
+        replace(one, recompute_layers=layers if one.recompute == "full" else None)
+        for one in strategies(
+            model, devices=16, devices_per_node=8, global_batch_size=48, scope=EVERYTHING
+        )
+        for layers in (None, 1)
+    ]
+    whole = predict_memories(model, CLUSTER, many)
+    some = predict_memories(model, CLUSTER, many, is_decisive=True)
+    assert len(some.stages.total) < len(whole.stages.total)
+    assert some.peak_bytes.tolist() == whole.peak_bytes.tolist()
+
+
+ALIGNED = replace(GPT, hidden_size=4096, num_heads=32, num_query_groups=32, head_size=128)
+WIDE = {"ffn_size": 16384, "num_layers": 6, "vocab_size": 51200}
+
+
+@pytest.mark.parametrize("dp", [3, 4, 6, 12, 24])
+@pytest.mark.parametrize(
+    "model",
+    [
+        replace(ALIGNED, **WIDE),
+        replace(ALIGNED, **WIDE, is_tied=False),
+        replace(MIXTURE, num_layers=6, hidden_size=4096, ffn_size=14336, expert_ffn_size=8192),
+        replace(ODD, num_layers=6),
+    ],
+    ids=["tied", "untied", "experts", "odd sizes"],
+)
+def test_padded_buffers_of_many_strategies_are_those_of_one(model: ModelProfile, dp: int) -> None:
+    """A closed formula and a table of fillings against the buffers tensor by tensor."""
+    layouts = [
+        ParallelLayout(tp=tp, pp=pp, dp=dp, vpp=vpp, ep=ep, micro_batch_size=1)
+        for tp, pp, vpp, ep in itertools.product((1, 2), (1, 2, 3), (1, 2), (1, 2))
+        if (pp > 1 or vpp == 1) and 6 % (pp * vpp) == 0 and dp % ep == 0
+        if ep == 1 or model.num_experts
+    ]
+    layouts.append(ParallelLayout(pp=3, dp=dp, micro_batch_size=1, stage_layers=(1, 3, 2)))
+    assert has_padding(model, 1, 1, dp) == (dp % 3 == 0 or model.hidden_size == 72)
+    for overlaps in (False, True):
+        many = [
+            Strategy(layout=layout, global_batch_size=72, zero_stage=1, overlaps_gradients=overlaps)
+            for layout in layouts
+        ]
+        table = predict_memories(model, CLUSTER, many)
+        for index, layout in enumerate(layouts):
+            elements = stage_elements(model, layout, is_sharded=True, is_bucketed=overlaps)
+            for stage, found in zip(elements, table.prediction(index).stages, strict=True):
+                assert found.parameters == 2 * stage.allocated
+                assert found.gradients == 4 * stage.allocated
+                assert found.optimizer == 12 * max(stage.owned)
+
+
 def test_nothing_to_predict_is_refused() -> None:
     with pytest.raises(ConfigError, match="at least one strategy"):
         predict_memories(GPT, CLUSTER, [])
 
 
-def test_ten_thousand_layouts_are_a_matter_of_a_second() -> None:
+def test_ten_thousand_strategies_take_little_time() -> None:
     model = replace(GPT, num_layers=96, hidden_size=12288, num_heads=96, num_query_groups=96)
-    many = [
-        strategy(f"TP{tp},PP{pp},DP{1024 // tp // pp},MBS{size}", 1024, zero_stage=zero)
-        for tp, pp, size, zero in itertools.product(
-            (1, 2, 4, 8), (1, 2, 4, 8, 16, 32), (1,), (0, 1)
-        )
-    ]
-    many = list(itertools.islice(itertools.cycle(many), 10_000))
-    begin = time.process_time()
-    peaks = predict_memories(model, CLUSTER, many).peak_bytes
-    assert time.process_time() - begin < 1.0
-    assert len(peaks) == 10_000
+    many = strategies(model, devices=1024, devices_per_node=8, global_batch_size=1536)[:10_000]
+    columns = Columns.of(many)
+    seconds = []
+    for _ in range(3):
+        begin = time.process_time()
+        peaks = predict_memories(model, CLUSTER, columns, is_decisive=True).peak_bytes
+        seconds.append(time.process_time() - begin)
+        assert len(peaks) == 10_000
+    assert min(seconds) < 0.1
 
 
 # ---- published measurements -----------------------------------------------------------------

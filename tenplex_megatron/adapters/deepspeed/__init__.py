@@ -1,0 +1,1 @@
+"""Which code knows DeepSpeed."""

@@ -1,0 +1,116 @@
+"""Where does every parameter and buffer of a DeepSpeed model lie in its global tensor?
+
+A parameter is whole on every rank unless DeepSpeed says otherwise: tensor parallelism describes
+its shards on the parameter, and experts are numbered over their group.  Names come from the
+model's modules, so that a pipeline stage calls a layer what every other split calls it; no name
+has a meaning.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from deepspeed.moe.sharded_moe import MOELayer
+
+from tenplex_megatron.adapters.deepspeed.affine import parts_of_shard
+from tenplex_megatron.adapters.parts import Part
+from tenplex_megatron.core.region import Region
+
+__all__ = ["Held", "ModelTensors", "describe_model", "owned_range"]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Held:
+    """Elements `[start, stop)` of a flattened local tensor that no optimizer updates.
+
+    `changes_early` says that the forward pass writes to it.
+    """
+
+    parts: tuple[Part, ...]
+    flat: torch.Tensor
+    start: int
+    stop: int
+    changes_early: bool
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ModelTensors:
+    """The parts and the key of every parameter, by its identity, and what is not trained."""
+
+    parts: dict[int, tuple[Part, ...]]
+    keys: dict[int, str]
+    untrained: tuple[Held, ...]
+
+
+def owned_range(parameter: Any) -> tuple[int, int]:
+    """Which elements of its flattened whole this rank keeps of a parameter cut by ZeRO stage 3."""
+    size = parameter.partition_numel()
+    start = dist.get_rank(parameter.ds_process_group) * size
+    return start, min(start + size, parameter.ds_numel)
+
+
+def describe_model(engine: Any, tp_rank: int) -> ModelTensors:
+    """Every parameter and persistent buffer of this rank, each once.
+
+    Raises:
+        UnsupportedLayoutError: a shard has no place in a whole tensor.
+    """
+    experts = _experts(engine.module)
+    parts: dict[int, tuple[Part, ...]] = {}
+    keys: dict[int, str] = {}
+    untrained: list[Held] = []
+    for parameter, name in engine.param_names.items():
+        shape = tuple(getattr(parameter, "ds_shape", parameter.shape))
+        key = _global_name(name, experts)
+        keys[id(parameter)] = key
+        parts[id(parameter)] = parts_of_shard(key, shape, parameter, tp_rank)
+        if not parameter.requires_grad:
+            untrained.extend(_frozen(parameter, parts[id(parameter)]))
+    for name, buffer in _persistent_buffers(engine.module):
+        whole = Region.full(tuple(buffer.shape))
+        part = Part(_global_name(name, experts), tuple(buffer.shape), False, whole, 0)
+        untrained.append(Held((part,), _flat(buffer), 0, buffer.numel(), changes_early=True))
+    return ModelTensors(parts, keys, tuple(untrained))
+
+
+def _frozen(parameter: Any, parts: tuple[Part, ...]) -> Iterator[Held]:
+    if hasattr(parameter, "ds_tensor"):
+        start, stop = owned_range(parameter)
+        if start < stop:
+            flat = _flat(parameter.ds_tensor)[: stop - start]
+            yield Held(parts, flat, start, stop, changes_early=False)
+    else:
+        yield Held(parts, _flat(parameter), 0, parameter.numel(), changes_early=False)
+
+
+def _flat(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().view(-1)
+
+
+def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
+    """Buffers a checkpoint would hold: the others are derived, and may have any shape."""
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}" if prefix else name, buffer
+
+
+def _experts(model: torch.nn.Module) -> dict[str, int]:
+    """Where the experts of every layer are named, and the global number of the first local one."""
+    found = {}
+    for prefix, module in model.named_modules():
+        if isinstance(module, MOELayer):
+            layer: Any = module
+            first = dist.get_rank(layer.ep_group) * layer.num_local_experts
+            found[f"{prefix}.experts.deepspeed_experts."] = first
+    return found
+
+
+def _global_name(name: str, experts: dict[str, int]) -> str:
+    for prefix, first in experts.items():
+        if name.startswith(prefix):
+            number, _, rest = name.removeprefix(prefix).partition(".")
+            return f"{prefix}{first + int(number)}.{rest}"
+    return name

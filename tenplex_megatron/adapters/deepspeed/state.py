@@ -1,0 +1,227 @@
+"""The live state of one DeepSpeed rank as boxes of global tensors.
+
+Tensors are named `<kind>/<parameter>`: the kind is `master` (the value the optimizer updates), the
+optimizer's own names for its state, `param` for what no optimizer updates (frozen weights,
+buffers), and `random/...` for streams.  16-bit weights do not appear: they are the masters,
+rounded.
+"""
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from tenplex_megatron.adapters.base import Piece, Progress, TrainingState
+from tenplex_megatron.adapters.deepspeed import randomness
+from tenplex_megatron.adapters.deepspeed.masters import masters_of
+from tenplex_megatron.adapters.deepspeed.model import describe_model
+from tenplex_megatron.adapters.deepspeed.optimizer import (
+    load_optimizer_progress,
+    optimizer_progress,
+    owned_parameters,
+    prepare_state,
+)
+from tenplex_megatron.adapters.deepspeed.place import global_batch_size, place_of
+from tenplex_megatron.adapters.parts import pieces_of
+from tenplex_megatron.adapters.sampler import ElasticSampler
+from tenplex_megatron.core.region import Region
+from tenplex_megatron.core.tensors import Box, TensorSpec
+from tenplex_megatron.errors import LayoutError, UnsupportedLayoutError
+
+__all__ = ["DeepSpeedState"]
+
+_COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+
+
+class DeepSpeedState(TrainingState):
+    """Boxes and progress of an engine: model, optimizer, schedule, samples and client state.
+
+    Args:
+        engine: what `deepspeed.initialize` returned.
+        sampler: deals the samples of the training loop; None where the script does.
+        client_state: plain values of the script that travel along; read at every snapshot, and
+            replaced in place by an import.
+
+    Raises:
+        UnsupportedLayoutError: the engine has state that is not described here.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        sampler: ElasticSampler | None = None,
+        client_state: dict[str, Any] | None = None,
+    ) -> None:
+        _check(engine)
+        self._engine = engine
+        self._sampler = sampler
+        self._client_state = {} if client_state is None else client_state
+        self._place = place_of(engine)
+        # DeepSpeed counts samples by it.
+        engine._config.train_batch_size = global_batch_size(engine)
+        self._masters = masters_of(engine.optimizer)
+        prepare_state(self._masters)
+        self._model = describe_model(engine, self._place.tp)
+        self._fixed = tuple(sorted(self._describe(), key=lambda piece: piece.box))
+        self._random_memory: dict[str, torch.Tensor] = {}
+        self._random_is_stored = False
+        self._pending_streams: dict[str, torch.Tensor] | None = None
+        """Streams to set before the first step; empty: derive them; None: leave them alone."""
+        self._bind_sampler()
+
+    @property
+    def global_batch_size(self) -> int:
+        """See `TrainingState.global_batch_size`."""
+        return global_batch_size(self._engine)
+
+    def pieces(self, stored: Mapping[str, TensorSpec] | None = None) -> tuple[Piece, ...]:
+        """See `TrainingState.pieces`; masters and moments are views, random streams are copies."""
+        self._random_memory = randomness.export_streams()
+        streams = {f"random/{self._place}/{name}": name for name in self._random_memory}
+        self._random_is_stored = stored is None or all(name in stored for name in streams)
+        pieces = list(self._fixed)
+        if self._random_is_stored:
+            for full_name, name in streams.items():
+                memory = self._random_memory[name]
+                spec = TensorSpec(full_name, (memory.numel(),), "uint8")
+                box = Box(spec.name, Region.full(spec.shape))
+                pieces.append(Piece(spec, box, memory, is_local=True))
+        return tuple(sorted(pieces, key=lambda piece: piece.box))
+
+    def refresh(self) -> None:
+        """See `TrainingState.refresh`."""
+        for name, state in randomness.export_streams().items():
+            self._random_memory[name].copy_(state)
+
+    def _describe(self) -> Iterator[Piece]:
+        for owned in owned_parameters(self._masters):
+            for part in self._parts(owned.parameter):
+                for kind, flat in owned.states.items():
+                    yield from pieces_of(kind, part, flat, owned.start, owned.stop)
+        for held in self._model.untrained:
+            for part in held.parts:
+                for piece in pieces_of("param", part, held.flat, held.start, held.stop):
+                    yield replace(piece, is_early=held.changes_early)
+
+    def _parts(self, parameter: torch.nn.Parameter) -> tuple[Any, ...]:
+        if id(parameter) not in self._model.parts:
+            raise UnsupportedLayoutError(
+                f"a parameter of shape {tuple(parameter.shape)} is trained but is not one of the "
+                "engine's module; its place in the model is unknown"
+            )
+        return self._model.parts[id(parameter)]
+
+    def progress(self) -> Progress:
+        """See `TrainingState.progress`.
+
+        Raises:
+            LayoutError: gradients are being accumulated, which no snapshot holds.
+        """
+        engine = self._engine
+        _check_boundary(engine)
+        return {
+            "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
+            "global_batch_size": self.global_batch_size,
+            "schedule": _schedule(engine),
+            "optimizer": optimizer_progress(self._masters, self._model.keys),
+            "sampler": self._sampler.state_dict() if self._sampler is not None else None,
+            "client": copy.deepcopy(self._client_state),
+        }
+
+    def load_progress(self, progress: Sequence[Progress]) -> int:
+        """See `TrainingState.load_progress`."""
+        engine, stored = self._engine, list(progress)
+        first = stored[0]
+        for key in ("counters", "global_batch_size", "schedule", "sampler", "client"):
+            if any(other[key] != first[key] for other in stored):
+                raise LayoutError(f"ranks of the snapshot disagree on {key}")
+        if first["global_batch_size"] != self.global_batch_size:
+            raise LayoutError(
+                f"train_batch_size: the snapshot was taken with {first['global_batch_size']}, this "
+                f"run has {self.global_batch_size}; the loss curve could not go on as before. Keep "
+                f"micro-batch x accumulation x data-parallel ranks at {first['global_batch_size']}"
+            )
+        for name in _COUNTERS:
+            setattr(engine, name, first["counters"][name])
+        engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
+        # The schedule first: some write the learning rates that the stored groups then set.
+        if engine.lr_scheduler is not None and first["schedule"] is not None:
+            engine.lr_scheduler.load_state_dict(dict(first["schedule"]))
+        load_optimizer_progress(
+            self._masters, self._model.keys, [entry["optimizer"] for entry in stored]
+        )
+        self._client_state.clear()
+        self._client_state.update(copy.deepcopy(first["client"]))
+        if self._sampler is not None and first["sampler"] is not None:
+            self._sampler.load_state_dict(dict(first["sampler"]))
+        return int(engine.global_steps)
+
+    def finish_import(self) -> None:
+        """See `TrainingState.finish_import`; random streams follow with `resume_streams`."""
+        self._masters.refresh()
+        imported = {name: memory.clone() for name, memory in self._random_memory.items()}
+        self._pending_streams = imported if self._random_is_stored else {}
+
+    def resume_streams(self) -> None:
+        """Set the imported random streams; right before the first step, and only after an import.
+
+        Building data loaders draws from them, which an uninterrupted run does not do here.
+        """
+        if self._pending_streams is None:
+            return
+        if self._pending_streams:
+            randomness.import_streams(self._pending_streams)
+        else:
+            randomness.reseed(int(self._engine.global_steps))
+        self._pending_streams = None
+
+    def _bind_sampler(self) -> None:
+        if self._sampler is not None:
+            engine = self._engine
+            self._sampler.bind(
+                micro=engine.train_micro_batch_size_per_gpu(),
+                accumulation=engine.gradient_accumulation_steps(),
+                rank=self._place.dp,
+                dp=self._place.dp_size,
+                consumed=lambda: int(engine.global_samples),
+            )
+
+
+def _check(engine: Any) -> None:
+    """Refuse engines that keep more than is described."""
+    if engine.optimizer is None:
+        raise UnsupportedLayoutError(
+            "the engine has no optimizer, so nothing is trained; give deepspeed.initialize an "
+            "optimizer"
+        )
+    if engine.random_ltd_enabled() or engine.curriculum_learning_enabled():
+        raise UnsupportedLayoutError(
+            "random_ltd and curriculum_learning keep a schedule of their own that is not carried; "
+            "drop them from the DeepSpeed configuration, or save and load a checkpoint instead"
+        )
+
+
+def _check_boundary(engine: Any) -> None:
+    accumulation = engine.gradient_accumulation_steps()
+    done = engine.micro_steps % accumulation
+    if not engine.managed_gradient_accumulation():
+        done = engine._unmanaged_backward_count
+    # A loop that sets the boundaries itself may put any number of micro-batches between two.
+    if done and engine._is_gradient_accumulation_boundary is None:
+        raise LayoutError(
+            f"a snapshot was asked for after {done} of {accumulation} micro-batches of step "
+            f"{engine.global_steps + 1}; gradients are not part of it: ask after engine.step() has "
+            "finished a step"
+        )
+
+
+def _schedule(engine: Any) -> dict[str, Any] | None:
+    """The learning-rate schedule; what it holds as one-element tensors is a number."""
+    if engine.lr_scheduler is None:
+        return None
+    return {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in engine.lr_scheduler.state_dict().items()
+    }
