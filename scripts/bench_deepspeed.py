@@ -1,0 +1,247 @@
+"""From SIGKILL of a rank to the next finished step: this package against Universal Checkpoint.
+
+Both train the same model at ZeRO-3 on 4 CPU ranks under DeepSpeed's launcher, one of which is
+killed, and go on with 3.  Here from the snapshot in node memory.  There the launcher ends the job,
+`ds_to_universal` converts the newest checkpoint, which was written every step to /dev/shm, and the
+launcher starts 3 ranks that load it.  Each part of that is measured; the launcher's wait for ranks
+that do not answer (up to 30 s each) is left out of the ratio.
+"""
+
+import argparse
+import json
+import os
+import shutil
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from demo import ROOT, Tail
+from rich.console import Console
+
+console = Console(stderr=True, highlight=False)
+WORK = Path(f"/dev/shm/tenplex-bench-deepspeed-{os.getuid()}")
+LIMIT_S = 300
+BATCH, WIDTH, LAYERS = 12, 512, 8
+POLICY = "{framework: deepspeed, device: cpu, snapshot: {every_steps: 1}}"
+CONFIG: dict[str, Any] = {
+    "train_batch_size": BATCH,
+    "train_micro_batch_size_per_gpu": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.001, "torch_adam": True}},
+    "zero_optimization": {"stage": 3},
+    "steps_per_print": 1000000,
+}
+LAUNCHER = [str(Path(sys.executable).parent / "deepspeed"), "--no_local_rank"]
+PORT = 29615
+PARTS = ("end", "convert", "restart")
+
+
+def main() -> int:
+    """Measure both, alternating, and print the ratio."""
+    parser = argparse.ArgumentParser(
+        description=__doc__,
+        epilog="example:\n  .venv/bin/python scripts/bench_deepspeed.py --json",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--quick", action="store_true", help="one kill each instead of three")
+    parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
+    given = parser.parse_args()
+    ours: list[float] = []
+    theirs: list[dict[str, float]] = []
+    for number in range(1 if given.quick else 3):
+        with fresh(WORK):
+            ours.append(resume_elastic())
+        console.print(f"{number + 1}: tenplex {ours[-1]:.2f} s")
+        with fresh(WORK):
+            theirs.append(resume_universal())
+        parts = ", ".join(f"{name} {theirs[-1][name]:.1f} s" for name in PARTS)
+        console.print(f"{number + 1}: universal checkpoint: {parts}")
+    universal = [parts["convert"] + parts["restart"] for parts in theirs]
+    result = {
+        "ours_s": spread(ours),
+        "universal_s": spread(universal),
+        "universal_parts_s": {name: spread([one[name] for one in theirs]) for name in PARTS},
+        "parameters": LAYERS * WIDTH * (WIDTH + 1),
+        "ratio": statistics.median(universal) / statistics.median(ours),
+    }
+    if given.json:
+        print(json.dumps(result))
+    else:
+        print(
+            f"SIGKILL to the end of the first resumed step, median of {len(ours)}: tenplex "
+            f"{result['ours_s']['median']:.2f} s, Universal Checkpoint "
+            f"{result['universal_s']['median']:.1f} s without the launcher's end, ratio "
+            f"{result['ratio']:.1f}"
+        )
+    return 0
+
+
+def spread(values: list[float]) -> dict[str, float]:
+    """Median and extremes."""
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+@contextmanager
+def fresh(folder: Path) -> Iterator[None]:
+    """An empty private folder, gone afterwards."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(mode=0o700)
+    try:
+        yield
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def resume_elastic() -> float:
+    """Kill a rank of an elastic job; seconds to the end of its first step after that."""
+    (WORK / "policy.yaml").write_text(POLICY)
+    command = ["tenplex_megatron.run", f"--run-dir={WORK / 'run'}", "--redirects=3"]
+    command += [f"--store-dir={WORK / 'store'}", str(Path(__file__)), "--worker=elastic"]
+    command.append(f"--elastic-policy={WORK / 'policy.yaml'}")
+    marks = Tail(WORK / "marks.jsonl")
+    seen: list[dict[str, Any]] = []
+
+    def read() -> list[dict[str, Any]]:
+        seen.extend(marks.read())
+        return seen
+
+    with launched(4, "--module", *command) as process:
+        wait_for(process, lambda: len(read()) >= 3)
+        killed = kill(seen[-1]["pid"])
+        wait_for(process, lambda: any(mark["world"] == 3 for mark in read()))
+    first = next(mark for mark in seen if mark["world"] == 3)
+    return float(first["time"]) - killed
+
+
+def resume_universal() -> dict[str, float]:
+    """The same with a checkpoint that is converted; seconds of each part."""
+    marks = Tail(WORK / "marks.jsonl")
+    seen: list[dict[str, Any]] = []
+
+    def read() -> list[dict[str, Any]]:
+        seen.extend(marks.read())
+        return seen
+
+    with launched(4, str(Path(__file__)), "--worker=universal") as process:
+        wait_for(process, lambda: len(read()) >= 3)
+        killed = kill(seen[-1]["pid"])
+        process.wait(LIMIT_S)
+    ended = time.time()
+    newest = (WORK / "checkpoint/latest").read_text()
+    convert = [
+        *(sys.executable, "-m", "deepspeed.checkpoint.ds_to_universal"),
+        *("--input_folder", str(WORK / "checkpoint" / newest)),
+        *("--output_folder", str(WORK / "checkpoint" / f"{newest}_universal")),
+        *("--num_extract_workers=1", "--num_merge_workers=1"),
+    ]
+    with (WORK / "log").open("a") as log:
+        subprocess.run(convert, check=True, stdout=log, stderr=log, env=environment())
+    converted = time.time()
+    with launched(
+        3, str(Path(__file__)), "--worker=universal", f"--load={newest}_universal"
+    ) as run:
+        wait_for(run, lambda: any(mark["world"] == 3 for mark in read()))
+    first = next(mark for mark in seen if mark["world"] == 3)
+    return {
+        "end": ended - killed,
+        "convert": converted - ended,
+        "restart": float(first["time"]) - converted,
+    }
+
+
+def environment() -> dict[str, str]:
+    """That of both jobs."""
+    found = os.environ | {"OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo"}
+    found |= {"DS_ACCELERATOR": "cpu", "PYTHONWARNINGS": "ignore"}
+    found["PYTHONPATH"] = f"{ROOT}:{os.environ.get('PYTHONPATH', '')}"
+    return found
+
+
+@contextmanager
+def launched(ranks: int, *command: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A job under DeepSpeed's launcher, ended when the block is left."""
+    (WORK / "ds.json").write_text(json.dumps(CONFIG))
+    words = [*LAUNCHER, f"--num_accelerators={ranks}", f"--master_port={PORT}", *command]
+    words.append(f"--deepspeed_config={WORK / 'ds.json'}")
+    with (WORK / "log").open("a") as log:
+        process = subprocess.Popen(
+            words, stdout=log, stderr=log, env=environment(), start_new_session=True
+        )
+    try:
+        yield process
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait(60)
+
+
+def kill(pid: int) -> float:
+    """SIGKILL to a process; the time of it."""
+    os.kill(pid, signal.SIGKILL)
+    return time.time()
+
+
+def wait_for(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> None:
+    """Poll until something is there."""
+    deadline = time.monotonic() + LIMIT_S
+    while not is_there():
+        if process.poll() is not None or time.monotonic() > deadline:
+            kept = ROOT / "out/bench_deepspeed.log"
+            kept.parent.mkdir(exist_ok=True)
+            shutil.copy(WORK / "log", kept)
+            raise SystemExit(f"the job ended with {process.poll()} or was too slow; see {kept}")
+        time.sleep(0.005)
+
+
+def worker() -> None:
+    """A rank of either job; the third one marks every step it has finished."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--worker")
+    parser.add_argument("--load")
+    import deepspeed
+    import torch
+
+    given = deepspeed.add_config_arguments(parser).parse_args()
+    if given.worker == "universal":
+        # DeepSpeed would compile a kernel for CPU collectives first.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    config = json.loads(Path(given.deepspeed_config).read_text())
+    given.deepspeed_config = None
+    if given.load:
+        config["checkpoint"] = {"load_universal": True}
+    torch.manual_seed(1)
+    net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
+    engine, *_ = deepspeed.initialize(
+        args=given, model=net, model_parameters=net.parameters(), config=config
+    )
+    if given.worker == "elastic":
+        from tenplex_megatron.deepspeed import elastic
+
+        engine = elastic(engine)
+    elif given.load:
+        engine.load_checkpoint(str(WORK / "checkpoint"), tag=given.load)
+    while engine.global_steps < 100000:
+        engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
+        before = engine.global_steps
+        engine.step()
+        if engine.global_steps == before:
+            continue
+        if torch.distributed.get_rank() == 2:
+            world = torch.distributed.get_world_size()
+            row = {"world": world, "time": time.time(), "pid": os.getpid()}
+            with (WORK / "marks.jsonl").open("a") as file:
+                file.write(json.dumps(row) + "\n")
+        if given.worker == "universal":
+            engine.save_checkpoint(str(WORK / "checkpoint"), tag=f"step{engine.global_steps}")
+
+
+if __name__ == "__main__":
+    if any(word.startswith("--worker=") for word in sys.argv[1:]):
+        worker()
+    else:
+        sys.exit(main())
