@@ -12,6 +12,7 @@ from typing import Any
 from rich.console import Console
 
 from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
+from tenplex_megatron.cli.batches import FLAG, batches
 from tenplex_megatron.cli.frontier_plot import draw
 from tenplex_megatron.cli.frontier_text import print_page, print_summary
 from tenplex_megatron.config import cluster_file, load_profile
@@ -33,11 +34,15 @@ _EPILOG = """examples:
   tenplex frontier --cluster h100 --gpus 1:64 --global-batch-size 512 \\
       -- --num-layers 32 --hidden-size 4096 --num-attention-heads 32 --seq-length 4096 \\
       --vocab-size 51200
+  tenplex frontier --deepspeed-config ds.json --gpus 1:16
+      (on how many GPUs a ZeRO job keeps its batch exact; add --help for its options)
 """
 
 
 def frontier(arguments: Sequence[str]) -> int:
     """Search and print: one table per number of devices, and one that compares them."""
+    if any(word.partition("=")[0] == FLAG for word in arguments):
+        return batches(arguments)
     given = build_parser().parse_args(arguments)
     counts = _device_counts(given.gpus)
     model = _model(given.model, given.flags)
