@@ -106,7 +106,8 @@ def measure(layout: str, data: Path, *, steps: int) -> float:
         )
         if done.returncode:
             raise SystemExit(f"{layout}: the job ended with {done.returncode}\n{done.stderr}")
-        (row,) = read_step_times(WORK / "run")
+        identity = MegatronArguments().identity(model_flags(data, steps=steps))
+        (row,) = read_step_times(WORK / "run", identity)
         return row.step_s
     finally:
         shutil.rmtree(WORK, ignore_errors=True)

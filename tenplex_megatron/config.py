@@ -6,6 +6,7 @@ that names the file, the path of the key, what was expected and what was found.
 
 import contextlib
 import difflib
+import math
 import re
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -46,7 +47,8 @@ def _is_count(value: object, least: int = 1) -> bool:
 
 
 def _is_positive(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and value > 0
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
+    return is_number and math.isfinite(cast("float", value)) and cast("float", value) > 0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -28,6 +28,7 @@ from tenplex_megatron.planner.space import Scope
 __all__ = ["build_parser", "frontier"]
 
 _LEAST_WIDTH = 120
+_PICTURES = (".png", ".pdf", ".svg")
 _EPILOG = """examples:
   tenplex frontier --model configs/model/gpt3_175b.yaml --gpus 1024 --global-batch-size 1536 \\
       --cluster a100_selene --plot frontier.png
@@ -183,7 +184,23 @@ def _compare(pages: Sequence[dict[str, Any]], cluster: ClusterProfile) -> None:
 
 
 def _sizes(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
+    return [_count(part) for part in text.split(",")]
+
+
+def _count(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError(f"expected a count from 1, got {text}")
+    return number
+
+
+def _picture(text: str) -> Path:
+    path = Path(text)
+    if path.suffix not in _PICTURES or not path.parent.is_dir():
+        raise argparse.ArgumentTypeError(
+            f"expected a file such as frontier.png in a folder that exists, got {text}"
+        )
+    return path
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -203,7 +220,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpus", required=True, metavar="N[:M]", help="devices; N:M for every doubling of N"
     )
-    parser.add_argument("--global-batch-size", type=int, required=True, metavar="B")
+    parser.add_argument("--global-batch-size", type=_count, required=True, metavar="B")
     parser.add_argument(
         "--micro-batch-sizes",
         type=_sizes,
@@ -213,8 +230,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16", "fp8"), default="bf16")
     parser.add_argument("--no-flash", action="store_true", help="attention keeps its scores")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="rows shown (default 10)")
-    parser.add_argument("--plot", type=Path, metavar="PNG", help="time against memory")
+    parser.add_argument(
+        "--top", type=_count, default=10, metavar="N", help="rows shown (default 10)"
+    )
+    parser.add_argument("--plot", type=_picture, metavar="PNG", help="time against memory")
     parser.add_argument("--json", action="store_true", help="everything, as one line")
     parser.add_argument("flags", nargs="*", help="Megatron's flags of the model, after --")
     return parser

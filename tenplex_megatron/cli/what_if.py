@@ -27,6 +27,8 @@ from tenplex_megatron.planner.what_if import Situation, answer, running
 __all__ = ["build_parser", "is_what_if", "what_if"]
 
 _MOST_DEVICES = 1 << 17
+_CAN_NOT = 2
+"""Exit code where state is missing, as that of an exact plan."""
 _MICRO_BATCHES = (1, 2, 4, 8)
 # Fused attention keeps no scores that could be computed again.
 _RECOMPUTES: tuple[Recompute, ...] = ("none", "full")
@@ -40,6 +42,8 @@ everything but the layout stays as they say.  With --model the job is taken to t
 
 Devices are filled node by node: n0:0, n0:1, ...  A node without a device left is gone, and what
 only its memory held is missing.  A node that keeps one device keeps the state of all its ranks.
+
+Exit codes: 0 there is an answer, 2 wrong input, or state is missing: only a checkpoint has it.
 
 A change pays off after as many steps as it takes the new layout to have done as many as the
 alternative: (pause - pause of the alternative) / (its seconds per step - the new ones).  The
@@ -74,6 +78,8 @@ def what_if(arguments: Sequence[str]) -> int:
     layout = ParallelLayout.parse(given.source)
     cluster = load_profile(ClusterProfile, cluster_file(given.cluster, Path()))
     fleet = _fleet(given, layout, cluster)
+    largest = max(map(len, fleet.before.values()))
+    cluster = replace(cluster, devices_per_node=min(largest, cluster.devices_per_node))
     situation, found = _searched(given, layout, cluster, fleet)
     outlook = replace(Outlook(), next_change_s=given.next_change)
     result = answer(situation, found, outlook)
@@ -83,7 +89,7 @@ def what_if(arguments: Sequence[str]) -> int:
         print(json.dumps(values))
     else:
         print_answer(values)
-    return 0
+    return _CAN_NOT if values["missing_bytes"] >= 1 else 0
 
 
 def _searched(

@@ -33,7 +33,13 @@ def print_answer(values: Mapping[str, Any]) -> None:
 def _lines(values: Mapping[str, Any]) -> dict[str, str]:
     step, before = values["step_s"], values["from_step_s"]
     limit = values["memory_limit_bytes"] / 1e9
-    lines = {
+    lines = {}
+    if values["missing_bytes"] >= 1:
+        lines["CHECKPOINT"] = (
+            f"needed: {megabytes(round(values['missing_bytes']))} lie on no node with a new rank "
+            f"(lost: {_shortened(values['lost_nodes']) or 'none'})"
+        )
+    lines |= {
         "lost": _shortened(values["lost"]) or "nothing the job used",
         "step": f"{before:.4g} s -> {step:.4g} s ({step / before - 1:+.1%})",
         "peak memory": f"{values['from_memory_bytes'] / 1e9:.4g} GB -> "
@@ -51,11 +57,6 @@ def _lines(values: Mapping[str, Any]) -> dict[str, str]:
             f"{values['pause_s']:.3g} s: {values['restart_s']:.3g} s of restart, "
             f"{values['move_s']:.3g} s for {_DIRECTIONS[values['slowest_direction']]} "
             f"{values['slowest_node']}"
-        )
-    if values["missing_bytes"] >= 1:
-        lines["missing"] = (
-            f"{megabytes(round(values['missing_bytes']))} lie on no node with a new rank "
-            f"(lost: {_shortened(values['lost_nodes']) or 'none'}); only a checkpoint has them"
         )
     if values["baseline"] is not None:
         lines["pays off"] = _payoff(values)

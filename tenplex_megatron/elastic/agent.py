@@ -161,7 +161,7 @@ class ElasticAgent(LocalElasticAgent):
             self._worker_group.spec.local_world_size,
             self._settings.store.examine().snapshots,
             tuple(self._exits),
-            read_step_times(self._settings.run_dir),
+            read_step_times(self._settings.run_dir, self._settings.identity),
         )
 
         def decide_here(reports: Sequence[NodeReport]) -> NextGeneration | Ending:
@@ -449,7 +449,7 @@ class ElasticAgent(LocalElasticAgent):
         if not self._leads(decision):
             return
         number = decision.ledger.generation
-        times = read_step_times(self._settings.run_dir)
+        times = read_step_times(self._settings.run_dir, self._settings.identity)
         for row in (row for row in times if row.generation == number):
             predicted_s = decision.predicted_step_s
             error = "not predicted"

@@ -30,6 +30,7 @@ from tenplex_megatron.planner.choose import Choice, Outlook, choose, placement_o
 from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.moves import Placement
 from tenplex_megatron.planner.placement import pick_devices
+from tenplex_megatron.planner.search import evaluate
 from tenplex_megatron.planner.timing.calibrate import Measurement, calibrate
 from tenplex_megatron.store.selection import WorldVersion, select_version
 
@@ -38,6 +39,10 @@ __all__ = ["Rules", "check_target", "culprits", "decide", "newest_complete"]
 _MOST_TIMES = 24
 """More generations than these do not make a calibration better."""
 _ENOUGH_STEPS = 4
+_OUT_OF_MEMORY = "out of memory"
+"""In the message of torch's OutOfMemoryError."""
+_SMALLER = 0.02
+"""By so much a layout must be smaller than one that ran out of memory."""
 _FAILURE_WINDOW_S = 1.0
 _SAME_FAILURES = 3
 # Before anything was trained, a script that fails twice is to blame, and not two devices.
@@ -61,28 +66,40 @@ class Rules:
         *,
         current: Placement | None = None,
         step_times: Iterable[StepTime] = (),
+        memory_limit: float | None = None,
         must_run: bool = False,
     ) -> Choice:
-        """The layout for these devices; see `planner.choose`.
+        """The layout for these devices, of less than `memory_limit`; see `planner.choose`.
 
         Raises:
             ConfigError: none is legal, or none fits.
         """
         rows = []
         if self.job.model is not None:
+            strategies = [(self.job.strategy(row.layout), row.step_s) for row in step_times]
             rows = [
-                Measurement(self.job.model, self.job.strategy(row.layout), row.step_s)
-                for row in step_times
+                Measurement(self.job.model, strategy, step_s)
+                for strategy, step_s in strategies
+                if not self.job.broken_rules(strategy)
             ]
-        planner = self.policy.planner
+        planner, cluster = self.policy.planner, self.cluster
+        if memory_limit is not None:
+            cluster = replace(cluster, memory_bytes=min(cluster.memory_bytes, memory_limit))
         return choose(
             self.job,
-            calibrate(self.cluster, rows) if rows else self.cluster,
+            calibrate(cluster, rows) if rows else cluster,
             devices,
             current=current,
             outlook=Outlook(next_change_s=planner.next_change_s, least_gain=planner.least_gain),
             must_run=must_run,
         )
+
+    def memory_bytes(self, layout: ParallelLayout) -> float | None:
+        """What a layout is predicted to need per device; None of an unknown model."""
+        if self.job.model is None:
+            return None
+        found = evaluate(self.job.model, self.cluster, [self.job.strategy(layout)])
+        return float(found.memory_bytes[0])
 
 
 def decide(
@@ -111,8 +128,7 @@ def decide(
         ending = _exhausted(ledger, change, rules.policy)
         if ending is not None:
             return ending
-    if rules.policy.failed_device == "drop":
-        ledger = _lose(ledger, failed)
+    ledger = _blame(ledger, failed, rules)
     ledger = _allot(ledger, change, totals, rules.policy)
     if not ledger.gpus:
         return Ending(1, f"no device is left; last: {change.cause}")
@@ -128,7 +144,9 @@ def decide(
             ledger.allotted,
             current=current,
             step_times=_newest_times(reports),
-            must_run=change.kind != "start",
+            memory_limit=ledger.memory_limit,
+            # Whoever has trained already must not be stopped by a prediction.
+            must_run=change.kind != "start" or source is not None,
         )
     except ConfigError as error:
         raise ConfigError(f"{error} (after: {change.cause})") from None
@@ -287,6 +305,14 @@ def _exhausted(ledger: Ledger, change: Change, policy: ElasticPolicy) -> Ending 
             f"(max_failures); last: {change.cause}",
         )
     return None
+
+
+def _blame(ledger: Ledger, failed: Sequence[tuple[str, WorkerExit]], rules: Rules) -> Ledger:
+    """Give up what is at fault: the size of the layout that ran out of memory, or devices."""
+    if any(_OUT_OF_MEMORY in done.message for _, done in failed):
+        needed = rules.memory_bytes(ledger.layout) if ledger.layout is not None else None
+        return replace(ledger, memory_limit=needed and needed * (1 - _SMALLER))
+    return _lose(ledger, failed) if rules.policy.failed_device == "drop" else ledger
 
 
 def _lose(ledger: Ledger, failed: Iterable[tuple[str, WorkerExit]]) -> Ledger:

@@ -78,6 +78,7 @@ def load_report(text: str | bytes) -> NodeReport:
 def step_time_json(row: StepTime) -> _Json:
     """Plain values of a step time."""
     return {
+        "identity": row.identity,
         "generation": row.generation,
         "layout": row.layout.to_json(),
         "steps": row.steps,
@@ -88,7 +89,8 @@ def step_time_json(row: StepTime) -> _Json:
 def step_time(data: _Json) -> StepTime:
     """The step time in plain values."""
     layout = ParallelLayout.from_json(data["layout"])
-    return StepTime(data["generation"], layout, data["steps"], data["step_s"])
+    steps, step_s = int(data["steps"]), float(data["step_s"])
+    return StepTime(str(data["identity"]), int(data["generation"]), layout, steps, step_s)
 
 
 def dump_decision(decision: NextGeneration | Ending) -> str:
@@ -138,6 +140,7 @@ def _ledger_json(ledger: Ledger) -> _Json:
         "failures": ledger.failures,
         "repeated": ledger.repeated,
         "layout": ledger.layout and ledger.layout.to_json(),
+        "memory_limit": ledger.memory_limit,
     }
 
 
@@ -149,6 +152,7 @@ def _ledger(data: _Json) -> Ledger:
         failures=data["failures"],
         repeated=tuple(data["repeated"]),
         layout=None if data["layout"] is None else ParallelLayout.from_json(data["layout"]),
+        memory_limit=data["memory_limit"],
     )
 
 

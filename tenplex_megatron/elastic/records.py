@@ -43,6 +43,8 @@ class WorkerExit:
 class StepTime:
     """How long the steps of one generation took."""
 
+    identity: str
+    """Of the training, see `GenerationSpec`: others under its name say nothing about it."""
     generation: int
     layout: ParallelLayout
     steps: int
@@ -86,6 +88,8 @@ class Ledger:
     repeated: tuple[int, int, int] = (-1, 0, 0)
     """Version, exit code and count of failures that look alike."""
     layout: ParallelLayout | None = None
+    memory_limit: float | None = None
+    """Predicted bytes per device that are too many: a layout of that size ran out of memory."""
 
     @property
     def gpus(self) -> int:

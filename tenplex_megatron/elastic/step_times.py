@@ -7,12 +7,14 @@ import json
 import logging
 import time
 from collections.abc import Callable
+from math import isfinite
 from pathlib import Path
 from statistics import median
 
 from tenplex_megatron.elastic.generation import GenerationSpec
 from tenplex_megatron.elastic.messages import step_time, step_time_json
 from tenplex_megatron.elastic.records import StepTime
+from tenplex_megatron.errors import LayoutError
 
 __all__ = ["StepClock", "read_step_times"]
 
@@ -47,13 +49,14 @@ class StepClock:
 
     def _write(self) -> None:
         spec = self._spec
-        row = StepTime(spec.generation, spec.layout, len(self._seconds), median(self._seconds))
+        count, step_s = len(self._seconds), median(self._seconds)
+        row = StepTime(spec.identity, spec.generation, spec.layout, count, step_s)
         with (spec.rundir / _FILE).open("a") as file:
             file.write(json.dumps(step_time_json(row)) + "\n")
 
 
-def read_step_times(run_dir: Path) -> tuple[StepTime, ...]:
-    """The last row of every generation in the run folder; a torn line is passed over."""
+def read_step_times(run_dir: Path, identity: str) -> tuple[StepTime, ...]:
+    """The last row of every generation of this training; a damaged line is passed over."""
     try:
         lines = (run_dir / _FILE).read_text().splitlines()
     except FileNotFoundError:
@@ -62,8 +65,12 @@ def read_step_times(run_dir: Path) -> tuple[StepTime, ...]:
     for line in lines:
         try:
             row = step_time(json.loads(line))
-        except (ValueError, KeyError, TypeError):
+            is_sound = isfinite(row.step_s) and row.step_s > 0 and row.steps > 0
+        except (ValueError, KeyError, TypeError, LayoutError):
+            is_sound = False
+        if not is_sound:
             logger.warning("%s: a line is damaged and is passed over", run_dir / _FILE)
             continue
-        found[row.generation] = row
+        if row.identity == identity:
+            found[row.generation] = row
     return tuple(found.values())

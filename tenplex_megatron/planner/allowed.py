@@ -119,20 +119,19 @@ def allowed_strategies(
 ) -> tuple[list[Strategy], list[tuple[str, str]]]:
     """What may run on at most these devices of every node, and what may not and why.
 
-    A pattern has the largest data-parallel size that is legal; one with a pinned size is meant for
-    exactly so many devices.
+    A pattern has the largest data-parallel size that is legal and keeps tensor-parallel groups
+    inside nodes; one with a pinned size is meant for exactly so many devices, and taken for more
+    only where nothing else is left.
     """
-    total = sum(map(len, devices.values()))
+    sizes = [len(numbers) for numbers in devices.values()]
     if job.layouts is None and job.model is not None:
-        return _every_strategy(job, job.model, devices, total), []
-    found, rejected = [], []
-    for text in job.layouts or _DATA_PARALLEL:
-        pattern = LayoutPattern.parse(text)
-        strategy, why = _fit(job, pattern, total)
-        if strategy is None:
-            rejected.append((text, why))
-        else:
-            found.append(strategy)
+        return _every_strategy(job, job.model, sizes), []
+    patterns = [LayoutPattern.parse(text) for text in job.layouts or _DATA_PARALLEL]
+    tried = [(pattern.text, *_fit(job, pattern, sizes)) for pattern in patterns]
+    if not any(strategy for _, strategy, _ in tried):
+        tried = [(pattern.text, *_fit(job, pattern, sizes, may_rest=True)) for pattern in patterns]
+    found = [strategy for _, strategy, _ in tried if strategy is not None]
+    rejected = [(text, why) for text, strategy, why in tried if strategy is None]
     return list(dict.fromkeys(found)), rejected
 
 
@@ -169,38 +168,47 @@ def smallest_world(job: Job) -> ParallelLayout | None:
     return job.layout(min(found, key=lambda strategy: strategy.layout.world_size))
 
 
-def _every_strategy(
-    job: Job, model: ModelProfile, devices: Mapping[str, tuple[int, ...]], total: int
-) -> list[Strategy]:
-    """Other micro-batches, schedules of recomputation or optimizers stay the user's choice."""
+def _every_strategy(job: Job, model: ModelProfile, sizes: Sequence[int]) -> list[Strategy]:
+    """Other micro-batches, schedules of recomputation or optimizers stay the user's choice.
+
+    So does context parallelism, which not every implementation of attention has.
+    """
     base = job.base
     scope = Scope(
         zero_stages=(0,),
         recompute=("none",),
-        uneven_stages=False,
+        min_sequence_per_rank=model.seq_length,
         precision=base.precision,
         is_flash=base.is_flash,
     )
     found = strategies(
         model,
-        devices=total,
-        devices_per_node=[len(numbers) for numbers in devices.values()],
+        devices=sum(sizes),
+        devices_per_node=sizes,
         global_batch_size=base.global_batch_size,
         micro_batch_sizes=(base.micro_batch_size,),
         scope=scope,
     )
-    layouts = dict.fromkeys(strategy.layout for strategy in found)
+    # A stage without layers has nothing to hold its part of the state.
+    layouts = dict.fromkeys(
+        strategy.layout for strategy in found if min(strategy.layout.stage_layers or (1,)) > 0
+    )
     return [one for one in map(job.strategy, layouts) if not job.broken_rules(one)]
 
 
-def _fit(job: Job, pattern: LayoutPattern, num_devices: int) -> tuple[Strategy | None, str]:
-    """The largest legal strategy of the pattern, or None and the reason."""
-    pinned, one = pattern.data_parallel, pattern.replica_size
-    if pinned is not None and pinned * one != num_devices:
+def _fit(
+    job: Job, pattern: LayoutPattern, nodes: Sequence[int], *, may_rest: bool = False
+) -> tuple[Strategy | None, str]:
+    """The largest legal strategy of the pattern on nodes of these sizes, or None and the reason."""
+    pinned, one, total = pattern.data_parallel, pattern.replica_size, sum(nodes)
+    if pinned is not None and pinned * one != total and not (may_rest and pinned * one < total):
         return None, f"is pinned to {pinned * one} devices"
-    if one > num_devices:
+    if one > total:
         return None, f"needs {one} devices"
-    sizes = [pinned] if pinned is not None else range(num_devices // one, 0, -1)
+    groups = sum(size // pattern.tp for size in nodes) * pattern.tp
+    # A replica that no groups inside nodes can make reaches over nodes.
+    most = (groups if groups >= one else total) // one
+    sizes = [pinned] if pinned is not None else range(most, 0, -1)
     first = ""
     for strategy, why in _tried(job, pattern, sizes):
         if strategy is not None:

@@ -101,7 +101,7 @@ def decide(
     devices: Mapping[str, tuple[int, ...]],
     *,
     current: Placement | None = None,
-    is_running: bool = False,
+    running: Strategy | None = None,
     outlook: Outlook | None = None,
 ) -> Choice:
     """The strategy that finishes most steps until the next change.
@@ -112,7 +112,7 @@ def decide(
         found: the strategies to choose from, for at most these devices.
         devices: the usable devices of every node.
         current: where the state is now; None before the first start.
-        is_running: whether `current` still trains, so that keeping it costs nothing.
+        running: what trains on in `current`, so that keeping it costs nothing; None: nothing does.
         outlook: what is expected.
 
     Raises:
@@ -125,7 +125,7 @@ def decide(
     source = None
     if current is not None and model is not None:
         source = Source(StateSizes.of(model), model.num_layers, current)
-    weighing = _Weighing(cluster, devices, current, source, is_running, outlook)
+    weighing = _Weighing(cluster, devices, current, source, running, outlook)
     ranked = weighing.ranked(found, fitting)
     best = ranked[0]
     for option in ranked[1:]:
@@ -133,8 +133,13 @@ def decide(
         if stays and best.steps(outlook) < option.steps(outlook) * (1 + outlook.least_gain):
             best = option
             break
+    # Cuts of a batch that cost the same are one choice.
+    apart = {(one.step_s, one.memory_bytes): one for one in reversed(ranked)}
+    apart[best.step_s, best.memory_bytes] = best
     others = tuple(
-        (option, _why_not(option, best, outlook)) for option in ranked if option is not best
+        (option, _why_not(option, best, outlook))
+        for option in ranked
+        if option is not best and apart[option.step_s, option.memory_bytes] is option
     )
     reason = _reason(best, devices, outlook)
     if model is None:
@@ -162,7 +167,7 @@ class _Weighing:
     devices: Mapping[str, tuple[int, ...]]
     current: Placement | None
     source: Source | None
-    is_running: bool
+    running: Strategy | None
     outlook: Outlook
 
     def ranked(self, found: Evaluated, fastest: Sequence[int]) -> list[Option]:
@@ -184,15 +189,16 @@ class _Weighing:
                 break
             if index not in kept:
                 options.append(self._option(found, index))
-        return sorted(options, key=lambda one: (-one.steps(self.outlook), one.moved_bytes))
+        return sorted(
+            options, key=lambda one: (-one.steps(self.outlook), one.step_s, one.moved_bytes)
+        )
 
     def _option(self, found: Evaluated, index: int) -> Option:
         """One strategy with its move."""
         strategy = found.strategies[index]
         ranks = place_ranks(strategy.layout, self.devices)
         moved_bytes, move_s = 0.0, 0.0
-        stays = self.current is not None and strategy.layout == self.current.layout
-        if self.source is not None and not (self.is_running and stays):
+        if self.source is not None and strategy != self.running:
             nodes = {rank: node for rank, (node, _) in enumerate(ranks)}
             moves = self.source.moves(placement_of(strategy, nodes))
             moved_bytes = moves.moved_bytes

@@ -1,7 +1,7 @@
 """Which device of which node does each rank get?
 
-Pure. Ranks are spread evenly over the nodes, in node order, and a tensor-parallel group stays
-inside a node whenever the free devices allow it.
+Pure. Devices are taken evenly from the nodes; ranks fill them node by node, but leave none without
+a rank, and a tensor-parallel group stays inside a node whenever the free devices allow it.
 """
 
 import bisect
@@ -52,6 +52,9 @@ def place_ranks(
 ) -> tuple[tuple[str, int], ...]:
     """Node and device of every rank; consecutive ranks share a tensor-parallel group.
 
+    Every node has a rank where there are enough; then nodes are filled, the largest first, so that
+    few groups reach over nodes.
+
     Raises:
         ConfigError: the layout needs more devices than are allotted.
     """
@@ -61,9 +64,31 @@ def place_ranks(
     if sum(whole.values()) < groups:
         unit, groups = 1, layout.world_size
         whole = {node: len(devices) for node, devices in allotted.items()}
-    shares = spread(groups, whole)
+    shares = _packed(groups, whole)
     return tuple(
         (node, device)
         for node, devices in allotted.items()
         for device in devices[: shares[node] * unit]
     )
+
+
+def _packed(count: int, capacity: Mapping[str, int]) -> dict[str, int]:
+    """`count` units over nodes: one on each, then the largest node full before the next.
+
+    A node without a rank is out of reach, and what only its memory holds with it.
+
+    >>> _packed(6, {"a": 3, "b": 4, "c": 4})
+    {'a': 1, 'b': 4, 'c': 1}
+    """
+    total = sum(capacity.values())
+    if count > total:
+        raise ConfigError(f"{count} ranks do not fit {total} places")
+    shares = dict.fromkeys(capacity, 0)
+    for node in [name for name, size in capacity.items() if size][:count]:
+        shares[node] = 1
+    count -= sum(shares.values())
+    for node in sorted(capacity, key=lambda name: -capacity[name]):
+        more = min(capacity[node] - shares[node], count)
+        shares[node] += more
+        count -= more
+    return shares

@@ -159,7 +159,7 @@ def _decide(situation: Situation, found: Evaluated, outlook: Outlook) -> Choice:
         found,
         situation.left,
         current=situation.current,
-        is_running=situation.is_running,
+        running=situation.strategy if situation.is_running else None,
         outlook=outlook,
     )
 

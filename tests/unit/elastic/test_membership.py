@@ -278,21 +278,25 @@ def test_a_prediction_that_nothing_fits_ends_no_job_that_runs() -> None:
         decide(Ledger(), START, reports(), small)
     ledger = started(4)
     assert isinstance(decide(ledger, FAILURE, reports(), small), NextGeneration)
+    assert isinstance(decide(Ledger(), START, reports(version=6), small), NextGeneration)
     with pytest.raises(ConfigError, match="GB short"):
         check_target(4, {"a": 4}, small)
 
 
 def test_what_was_measured_changes_what_is_predicted() -> None:
     first = go(Ledger(), START, layouts=("TP2,PP2",))
-    slow = StepTime(1, first.layout, 8, 10.0 * first.predicted_step_s)
+    slow = StepTime("x", 1, first.layout, 8, 10.0 * first.predicted_step_s)
     seen = [replace(report, step_times=(slow,)) for report in reports()]
     again = decide(Ledger(), START, seen, rules(layouts=("TP2,PP2",)))
     assert isinstance(again, NextGeneration)
     assert again.predicted_step_s > 2.0 * first.predicted_step_s
-    short = StepTime(1, first.layout, 4, first.predicted_step_s)
-    few = StepTime(2, first.layout, 3, first.predicted_step_s)
+    short = StepTime("x", 1, first.layout, 4, first.predicted_step_s)
+    few = StepTime("x", 2, first.layout, 3, first.predicted_step_s)
     told = [replace(seen[0], step_times=(slow, short, few)), seen[1]]
     assert decide(Ledger(), START, told, rules(layouts=("TP2,PP2",))) == again
+    impossible = StepTime("x", 1, ParallelLayout(pp=3), 8, 1.0)  # of 8 layers
+    told = [replace(report, step_times=(impossible,)) for report in reports()]
+    assert decide(Ledger(), START, told, rules(layouts=("TP2,PP2",))) == first
 
 
 def test_a_target_is_checked_before_anything_stops() -> None:
@@ -339,3 +343,17 @@ def test_wrong_input_ends_the_job_also_when_a_peer_was_seen_to_fail_first() -> N
     full = WorkerExit(3, 1, 2, 2.1, "no room for snapshots")
     found = decide(Ledger(), FAILURE, reports(("a", lost), ("b", full)), rules())
     assert found == Ending(2, "no room for snapshots")
+
+
+def test_a_layout_that_ran_out_of_memory_is_not_tried_again_and_costs_no_device() -> None:
+    layouts = ("TP1", "TP2,PP2")
+    first = go(Ledger(), START, layouts=layouts)
+    assert first.layout == ParallelLayout(dp=8)
+    done = WorkerExit(1, 1, 1, 2.0, "torch.OutOfMemoryError: CUDA out of memory. Tried to ...")
+    change = Change("failure", "rank 1 ended", 2.0, "a")
+    next_one = go(first.ledger, change, ("a", done), layouts=layouts)
+    assert next_one.layout == ParallelLayout(tp=2, pp=2, dp=2)
+    assert next_one.ledger.gpus == 8
+    assert load_decision(dump_decision(next_one)) == next_one
+    later = go(next_one.ledger, FAILURE, died("a", 1, 1), layouts=layouts)
+    assert later.layout.tp == 2  # still remembered

@@ -94,7 +94,23 @@ def test_a_free_choice_knows_the_sizes_of_nodes() -> None:
     devices = {"a": (0, 2, 3), "b": (0, 1)}
     found, _ = allowed_strategies(JOB, devices)
     assert {strategy.layout.tp for strategy in found} == {1, 2}
-    assert max(strategy.layout.world_size for strategy in found) == 4
+    assert max(strategy.layout.world_size for strategy in found) == 5  # a stage for each
+    assert all(min(one.layout.stage_layers or (1,)) > 0 and one.layout.cp == 1 for one in found)
+
+
+def test_tensor_groups_of_a_pattern_stay_inside_nodes_where_they_can() -> None:
+    patterns = replace(JOB, layouts=("TP4", "TP8"))
+    found, _ = allowed_strategies(patterns, {"a": tuple(range(7)), "b": tuple(range(7))})
+    assert [str(JOB.layout(one)) for one in found] == ["TP4,PP1,DP2", "TP8,PP1,DP1"]
+
+
+def test_a_pinned_layout_is_taken_for_more_devices_only_where_nothing_else_is_left() -> None:
+    pinned = ("TP2,PP2,DP2", "TP1,PP2,DP2", "DP3")
+    found, _ = allowed(4, *pinned)
+    assert found == ["TP1,PP2,DP2"]
+    found, illegal = allowed(7, *pinned)
+    assert found == ["TP1,PP2,DP2", "TP1,PP1,DP3"]
+    assert illegal == {"TP2,PP2,DP2": "is pinned to 8 devices"}
 
 
 def test_what_a_layout_does_not_say_stays_as_the_user_has_it() -> None:

@@ -80,14 +80,34 @@ def test_a_running_layout_is_left_only_for_a_gain() -> None:
     for faster, leaves in ((0.99, False), (0.90, True)):
         found = evaluated(TP2=1.0, TP1_DP2=faster)
         choice = decide(
-            MODEL, CLUSTER, found, devices, current=current, is_running=True, outlook=OUTLOOK
+            MODEL,
+            CLUSTER,
+            found,
+            devices,
+            current=current,
+            running=found.strategies[0],
+            outlook=OUTLOOK,
         )
         assert (choice.best.strategy.layout != current.layout) is leaves
         assert choice.best.moved_bytes == 0.0  # one node holds everything
         assert (10.0 < choice.best.move_s < 11.0) if leaves else (choice.best.move_s == 0.0)
     assert decide(
-        MODEL, CLUSTER, found, devices, current=current, is_running=True, outlook=OUTLOOK
-    ) == decide(MODEL, CLUSTER, found, devices, current=current, is_running=True, outlook=OUTLOOK)
+        MODEL,
+        CLUSTER,
+        found,
+        devices,
+        current=current,
+        running=found.strategies[0],
+        outlook=OUTLOOK,
+    ) == decide(
+        MODEL,
+        CLUSTER,
+        found,
+        devices,
+        current=current,
+        running=found.strategies[0],
+        outlook=OUTLOOK,
+    )
 
 
 def test_no_two_layouts_each_think_the_other_better() -> None:
@@ -101,7 +121,7 @@ def test_no_two_layouts_each_think_the_other_better() -> None:
                 found,
                 devices,
                 current=placement(text, devices),
-                is_running=True,
+                running=found.strategies[0],
                 outlook=OUTLOOK,
             ).best.strategy.layout
             for text in ("TP2", "TP1,DP2")

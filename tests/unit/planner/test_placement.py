@@ -32,7 +32,7 @@ def test_more_ranks_than_places_are_refused() -> None:
         ("TP1,DP7", "aaaabbb"),
     ],
 )
-def test_ranks_spread_evenly_and_tensor_groups_stay_inside_a_node(layout: str, nodes: str) -> None:
+def test_ranks_fill_nodes_and_tensor_groups_stay_inside_a_node(layout: str, nodes: str) -> None:
     allotted = {"a": (0, 1, 2, 3), "b": (0, 1, 2, 3)}
     ranks = place_ranks(ParallelLayout.parse(layout), allotted)
     assert "".join(node for node, _ in ranks) == nodes
@@ -56,3 +56,10 @@ def test_picked_devices_are_the_first_free_ones_of_every_node() -> None:
     assert pick_devices(free, 4) == {"a": (0, 2), "b": (0, 1)}
     assert pick_devices(free, None) == free
     assert pick_devices(free, 9) == free
+
+
+def test_whole_nodes_are_filled_but_none_is_left_without_a_rank() -> None:
+    allotted = {f"n{number}": tuple(range(5 if number == 0 else 8)) for number in range(8)}
+    used = [node for node, _ in place_ranks(ParallelLayout(pp=7, dp=8), allotted)]
+    assert used == sorted(used)
+    assert [used.count(f"n{number}") for number in range(8)] == [1, 8, 8, 8, 8, 8, 8, 7]

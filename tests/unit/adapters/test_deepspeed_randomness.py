@@ -1,0 +1,50 @@
+"""Random streams of a DeepSpeed rank go on after an import, or start anew in every layout alike."""
+
+import random
+
+import numpy as np
+import pytest
+import torch
+
+from tenplex_megatron.adapters.deepspeed.randomness import export_streams, import_streams, reseed
+
+
+def draw() -> list[float]:
+    return [random.random(), random.gauss(), float(np.random.normal()), float(torch.rand(()))]
+
+
+@pytest.fixture(autouse=True)
+def streams_of_others_stay() -> object:
+    before = export_streams()
+    yield
+    import_streams(before)
+
+
+def test_imported_streams_go_on() -> None:
+    draw()
+    stored = export_streams()
+    expected = [draw(), draw()]
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        import_streams(stored)
+        assert [draw(), draw()] == expected
+
+
+def test_every_export_has_the_same_sizes() -> None:
+    sizes = {name: state.numel() for name, state in export_streams().items()}
+    draw()
+    assert {name: state.numel() for name, state in export_streams().items()} == sizes
+
+
+def test_new_streams_follow_from_the_seed_and_the_step() -> None:
+    drawn = {}
+    for seed in (1, 2):
+        for step in (0, 3):
+            torch.manual_seed(seed)
+            draw()
+            reseed(step)
+            drawn[seed, step] = draw()
+    assert len({tuple(values) for values in drawn.values()}) == 4
+    torch.manual_seed(2)
+    reseed(3)
+    assert draw() == drawn[2, 3]
