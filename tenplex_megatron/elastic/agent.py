@@ -31,6 +31,7 @@ from torch.distributed.elastic.multiprocessing import LogsSpecs
 from torch.distributed.elastic.multiprocessing.api import SignalException
 
 from tenplex_megatron.elastic.board import Board
+from tenplex_megatron.elastic.calibration import Calibration
 from tenplex_megatron.elastic.control import ask, fresh_folder, read_accepted
 from tenplex_megatron.elastic.desk import RequestDesk
 from tenplex_megatron.elastic.events import EventLog
@@ -93,6 +94,7 @@ class ElasticAgent(LocalElasticAgent):
         self._line_prefix = line_prefix
         self._events = EventLog(settings.run_dir / "events.jsonl", settings.node)
         self._desk = RequestDesk(settings.run_dir, settings.rules)
+        self._calibration = Calibration(settings.rules, settings.run_dir, settings.identity)
         self._present: NextGeneration | None = None
         self._exits: list[WorkerExit] = []
         self._times: dict[str, float] = {}
@@ -120,6 +122,7 @@ class ElasticAgent(LocalElasticAgent):
             self._leave_job(board)
             raise
         self._desk.close(f"the job ended: {self.ending.reason}")
+        self._calibration.close()
         group.spec.rdzv_handler.shutdown()
         board.part()
         self._log("finished", code=self.ending.code, reason=self.ending.reason)
@@ -161,7 +164,6 @@ class ElasticAgent(LocalElasticAgent):
             self._worker_group.spec.local_world_size,
             self._settings.store.examine().snapshots,
             tuple(self._exits),
-            read_step_times(self._settings.run_dir, self._settings.identity),
         )
 
         def decide_here(reports: Sequence[NodeReport]) -> NextGeneration | Ending:
@@ -172,7 +174,8 @@ class ElasticAgent(LocalElasticAgent):
                     f"(--nnodes); last: {change.cause}",
                 )
             try:
-                decision = decide(ledger, change, reports, self._settings.rules)
+                rules = replace(self._settings.rules, cluster=self._calibration.cluster)
+                decision = decide(ledger, change, reports, rules)
             except (ConfigError, LayoutError) as error:
                 return Ending(2, str(error))
             if isinstance(decision, NextGeneration):
@@ -355,6 +358,7 @@ class ElasticAgent(LocalElasticAgent):
         if board.has_news():
             events.extend(self._read_board(board, decision))
         self._desk.look(board, decision)
+        self._calibration.look()
         return [*events, Tick(time.time())]
 
     def _leads(self, decision: NextGeneration) -> bool:

@@ -21,7 +21,6 @@ from tenplex_megatron.elastic.records import (
     NextGeneration,
     NodeReport,
     Source,
-    StepTime,
     WorkerExit,
 )
 from tenplex_megatron.errors import ConfigError
@@ -31,14 +30,10 @@ from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.moves import Placement
 from tenplex_megatron.planner.placement import pick_devices
 from tenplex_megatron.planner.search import evaluate
-from tenplex_megatron.planner.timing.calibrate import Measurement, calibrate
 from tenplex_megatron.store.selection import WorldVersion, select_version
 
 __all__ = ["Rules", "check_target", "culprits", "decide", "newest_complete"]
 
-_MOST_TIMES = 24
-"""More generations than these do not make a calibration better."""
-_ENOUGH_STEPS = 4
 _OUT_OF_MEMORY = "out of memory"
 """In the message of torch's OutOfMemoryError."""
 _SMALLER = 0.02
@@ -65,7 +60,6 @@ class Rules:
         devices: Mapping[str, tuple[int, ...]],
         *,
         current: Placement | None = None,
-        step_times: Iterable[StepTime] = (),
         memory_limit: float | None = None,
         must_run: bool = False,
     ) -> Choice:
@@ -74,20 +68,12 @@ class Rules:
         Raises:
             ConfigError: none is legal, or none fits.
         """
-        rows = []
-        if self.job.model is not None:
-            strategies = [(self.job.strategy(row.layout), row.step_s) for row in step_times]
-            rows = [
-                Measurement(self.job.model, strategy, step_s)
-                for strategy, step_s in strategies
-                if not self.job.broken_rules(strategy)
-            ]
         planner, cluster = self.policy.planner, self.cluster
         if memory_limit is not None:
             cluster = replace(cluster, memory_bytes=min(cluster.memory_bytes, memory_limit))
         return choose(
             self.job,
-            calibrate(cluster, rows) if rows else cluster,
+            cluster,
             devices,
             current=current,
             outlook=Outlook(next_change_s=planner.next_change_s, least_gain=planner.least_gain),
@@ -143,7 +129,6 @@ def decide(
         chosen = rules.choose(
             ledger.allotted,
             current=current,
-            step_times=_newest_times(reports),
             memory_limit=ledger.memory_limit,
             # Whoever has trained already must not be stopped by a prediction.
             must_run=change.kind != "start" or source is not None,
@@ -167,20 +152,6 @@ def decide(
 def _why_not(job: Job, chosen: Choice) -> tuple[tuple[str, str], ...]:
     others = ((str(job.layout(other.strategy)), why) for other, why in chosen.runners_up)
     return (*chosen.illegal, *others)
-
-
-def _newest_times(reports: Iterable[NodeReport]) -> list[StepTime]:
-    """Of each generation the row over most steps; nodes may share a folder and report the same.
-
-    A few steps say little: the first ones of a generation are slow.
-    """
-    found: dict[int, StepTime] = {}
-    for row in (row for report in reports for row in report.step_times):
-        if row.steps < _ENOUGH_STEPS:
-            continue
-        if row.generation not in found or row.steps > found[row.generation].steps:
-            found[row.generation] = row
-    return [found[generation] for generation in sorted(found)][-_MOST_TIMES:]
 
 
 def check_target(gpus: int, totals: Mapping[str, int], rules: Rules) -> ParallelLayout:

@@ -58,7 +58,6 @@ def dump_report(report: NodeReport) -> str:
             "devices": report.devices,
             "snapshots": [part.to_json() for part in report.snapshots],
             "exits": [dataclasses.asdict(done) for done in report.exits],
-            "step_times": [step_time_json(row) for row in report.step_times],
         }
     )
 
@@ -71,7 +70,6 @@ def load_report(text: str | bytes) -> NodeReport:
         data["devices"],
         tuple(RankSnapshot.from_json(part) for part in data["snapshots"]),
         tuple(WorkerExit(**done) for done in data["exits"]),
-        tuple(step_time(row) for row in data["step_times"]),
     )
 
 

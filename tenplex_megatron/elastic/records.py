@@ -60,7 +60,6 @@ class NodeReport:
     devices: int
     snapshots: tuple[RankSnapshot, ...] = ()
     exits: tuple[WorkerExit, ...] = ()
-    step_times: tuple[StepTime, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -28,7 +28,6 @@ from tenplex_megatron.elastic.records import (
     Ledger,
     NextGeneration,
     NodeReport,
-    StepTime,
     WorkerExit,
 )
 from tenplex_megatron.errors import ConfigError
@@ -281,22 +280,6 @@ def test_a_prediction_that_nothing_fits_ends_no_job_that_runs() -> None:
     assert isinstance(decide(Ledger(), START, reports(version=6), small), NextGeneration)
     with pytest.raises(ConfigError, match="GB short"):
         check_target(4, {"a": 4}, small)
-
-
-def test_what_was_measured_changes_what_is_predicted() -> None:
-    first = go(Ledger(), START, layouts=("TP2,PP2",))
-    slow = StepTime("x", 1, first.layout, 8, 10.0 * first.predicted_step_s)
-    seen = [replace(report, step_times=(slow,)) for report in reports()]
-    again = decide(Ledger(), START, seen, rules(layouts=("TP2,PP2",)))
-    assert isinstance(again, NextGeneration)
-    assert again.predicted_step_s > 2.0 * first.predicted_step_s
-    short = StepTime("x", 1, first.layout, 4, first.predicted_step_s)
-    few = StepTime("x", 2, first.layout, 3, first.predicted_step_s)
-    told = [replace(seen[0], step_times=(slow, short, few)), seen[1]]
-    assert decide(Ledger(), START, told, rules(layouts=("TP2,PP2",))) == again
-    impossible = StepTime("x", 1, ParallelLayout(pp=3), 8, 1.0)  # of 8 layers
-    told = [replace(report, step_times=(impossible,)) for report in reports()]
-    assert decide(Ledger(), START, told, rules(layouts=("TP2,PP2",))) == first
 
 
 def test_a_target_is_checked_before_anything_stops() -> None:
