@@ -11,8 +11,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
-from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap
-from deepspeed.checkpoint.constants import DS_AUTOTP_UC_META
+from deepspeed.checkpoint.affine import AffinePiece, ParamAffineMap, contiguous_split_map
+from deepspeed.checkpoint.constants import (
+    AFFINE_MAP,
+    AUTOEP_PARAM_EP_RANK,
+    DS_AUTOEP_UC_META,
+    DS_AUTOTP_UC_META,
+)
 
 from tenplex_megatron.adapters.parts import Part
 from tenplex_megatron.core.region import Region
@@ -29,17 +34,30 @@ def parts_of_shard(
     Raises:
         UnsupportedLayoutError: DeepSpeed knows no map, or one that is not made of boxes.
     """
-    described: Any = vars(parameter).get(DS_AUTOTP_UC_META)
-    if not described or described.get("replicated"):
+    experts: Any = vars(parameter).get(DS_AUTOEP_UC_META)
+    if experts:
+        affine_map = ParamAffineMap.from_dict(experts[AFFINE_MAP])
+        return parts_of_map(key, affine_map, experts[AUTOEP_PARAM_EP_RANK])
+    split: Any = vars(parameter).get(DS_AUTOTP_UC_META)
+    if not split or split["replicated"]:
         return (Part(key, shape, False, Region.full(shape), 0),)
-    stored = described["conversion"].get("affine_map")
-    if stored is None:
-        reason = described["conversion"].get("unsupported_reason") or "DeepSpeed made no affine map"
-        raise UnsupportedLayoutError(
-            f"{key}: how tensor parallelism split it is not known ({reason}); name its layer in "
-            "tensor_parallel.partition_config, or save and load a checkpoint instead"
+    return parts_of_map(key, _map_of_split(key, split), tp_rank)
+
+
+def _map_of_split(key: str, split: dict[str, Any]) -> ParamAffineMap:
+    conversion = split["conversion"]
+    if conversion.get("affine_map") is not None:
+        return ParamAffineMap.from_dict(conversion["affine_map"])
+    # Embeddings are described by sizes alone (module_inject/auto_tp.py).
+    reason = conversion["unsupported_reason"]
+    if reason is None and split["partition_sizes"] and not split["sub_param_sizes"]:
+        return contiguous_split_map(
+            split["logical_shape"], split["partition_sizes"], split["partition_dim"]
         )
-    return parts_of_map(key, ParamAffineMap.from_dict(stored), tp_rank)
+    raise UnsupportedLayoutError(
+        f"{key}: how tensor parallelism split it is not known ({reason or 'no affine map'}); name "
+        "its layer in tensor_parallel.partition_config, or save and load a checkpoint instead"
+    )
 
 
 def parts_of_map(key: str, affine_map: ParamAffineMap, tp_rank: int) -> tuple[Part, ...]:

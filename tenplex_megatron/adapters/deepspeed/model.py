@@ -6,13 +6,14 @@ model's modules, so that a pipeline stage calls a layer what every other split c
 has a meaning.
 """
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from deepspeed.moe.sharded_moe import MOELayer
+from deepspeed.pipe import PipelineModule
 
 from tenplex_megatron.adapters.deepspeed.affine import parts_of_shard
 from tenplex_megatron.adapters.parts import Part
@@ -25,23 +26,29 @@ __all__ = ["Held", "ModelTensors", "describe_model", "owned_range"]
 class Held:
     """Elements `[start, stop)` of a flattened local tensor that no optimizer updates.
 
-    `changes_early` says that the forward pass writes to it.
+    `counts` says that the value of this rank is the one to keep, `changes_early` that the forward
+    pass writes to it.
     """
 
     parts: tuple[Part, ...]
     flat: torch.Tensor
     start: int
     stop: int
-    changes_early: bool
+    counts: bool = True
+    changes_early: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTensors:
-    """The parts and the key of every parameter, by its identity, and what is not trained."""
+    """The parts and the key of every parameter, by its identity, and what is not trained.
+
+    `followers` are parameters whose values count on another rank.
+    """
 
     parts: dict[int, tuple[Part, ...]]
     keys: dict[int, str]
     untrained: tuple[Held, ...]
+    followers: frozenset[int]
 
 
 def owned_range(parameter: Any) -> tuple[int, int]:
@@ -51,13 +58,19 @@ def owned_range(parameter: Any) -> tuple[int, int]:
     return start, min(start + size, parameter.ds_numel)
 
 
-def describe_model(engine: Any, tp_rank: int) -> ModelTensors:
+def describe_model(engine: Any, tp_rank: int, trained: Collection[int]) -> ModelTensors:
     """Every parameter and persistent buffer of this rank, each once.
+
+    Args:
+        engine: DeepSpeed's engine.
+        tp_rank: of this rank.
+        trained: the identities of the parameters that an optimizer updates.
 
     Raises:
         UnsupportedLayoutError: a shard has no place in a whole tensor.
     """
     experts = _experts(engine.module)
+    followers = frozenset(_followers(engine.module))
     parts: dict[int, tuple[Part, ...]] = {}
     keys: dict[int, str] = {}
     untrained: list[Held] = []
@@ -66,23 +79,42 @@ def describe_model(engine: Any, tp_rank: int) -> ModelTensors:
         key = _global_name(name, experts)
         keys[id(parameter)] = key
         parts[id(parameter)] = parts_of_shard(key, shape, parameter, tp_rank)
-        if not parameter.requires_grad:
-            untrained.extend(_frozen(parameter, parts[id(parameter)]))
+        if id(parameter) not in trained:
+            counts = id(parameter) not in followers
+            untrained.extend(_kept(parameter, parts[id(parameter)], counts=counts))
     for name, buffer in _persistent_buffers(engine.module):
         whole = Region.full(tuple(buffer.shape))
         part = Part(_global_name(name, experts), tuple(buffer.shape), False, whole, 0)
-        untrained.append(Held((part,), _flat(buffer), 0, buffer.numel(), changes_early=True))
-    return ModelTensors(parts, keys, tuple(untrained))
+        held = Held((part,), _flat(buffer), 0, buffer.numel(), changes_early=True)
+        untrained.append(held)
+    return ModelTensors(parts, keys, tuple(untrained), followers)
 
 
-def _frozen(parameter: Any, parts: tuple[Part, ...]) -> Iterator[Held]:
+def _followers(model: torch.nn.Module) -> Iterator[int]:
+    """What later pipeline stages have of a tied layer besides its tied weights.
+
+    Every stage with the layer has all of it, but only the tied weights have equal gradients.  Of
+    the rest DeepSpeed counts the copy of the first stage (`ds_pipe_replicated`).
+    """
+    if not isinstance(model, PipelineModule):
+        return
+    for comm in model.tied_comms.values():
+        layer: torch.nn.Module = comm["module"]
+        tied = {id(layer.get_parameter(name)) for name in comm["weight_attr"]}
+        for parameter in layer.parameters():
+            copy: Any = parameter
+            if copy.ds_pipe_replicated and id(parameter) not in tied:
+                yield id(parameter)
+
+
+def _kept(parameter: Any, parts: tuple[Part, ...], *, counts: bool) -> Iterator[Held]:
     if hasattr(parameter, "ds_tensor"):
         start, stop = owned_range(parameter)
         if start < stop:
             flat = _flat(parameter.ds_tensor)[: stop - start]
-            yield Held(parts, flat, start, stop, changes_early=False)
+            yield Held(parts, flat, start, stop, counts=counts)
     else:
-        yield Held(parts, _flat(parameter), 0, parameter.numel(), changes_early=False)
+        yield Held(parts, _flat(parameter), 0, parameter.numel(), counts=counts)
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:

@@ -49,13 +49,10 @@ def prepare_state(masters: Masters) -> None:
 def _fresh_state(base: Any, group: Group, master: torch.Tensor) -> dict[str, torch.Tensor | int]:
     values = group.values
     moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
-    if type(base) is DeepSpeedCPUAdam:
-        if base.fp32_optimizer_states:
+    if type(base) in (DeepSpeedCPUAdam, FusedAdam):
+        if type(base) is DeepSpeedCPUAdam and base.fp32_optimizer_states:
             moments = {name: moment.float() for name, moment in moments.items()}
         return {"step": 0, **moments}
-    if type(base) is FusedAdam:
-        values.setdefault("step", 0)
-        return {**moments}
     if type(base) in (torch.optim.Adam, torch.optim.AdamW):
         if values["amsgrad"]:
             moments["max_exp_avg_sq"] = torch.zeros_like(master)
@@ -94,16 +91,15 @@ def optimizer_progress(masters: Masters, keys: Keys) -> dict[str, Any]:
 
     Groups are told apart by the parameters in them: a pipeline stage numbers only its own.
     """
-    groups = masters.groups()
     return {
         "groups": [
             {
                 "parameters": [keys[id(parameter)] for parameter in group.parameters],
                 "values": _values(group),
             }
-            for group in groups
+            for group in masters.groups()
         ],
-        "step": _step(masters.base, groups),
+        "step": _step(masters.base),
         "scale": _scale(masters.scaler),
     }
 
@@ -117,9 +113,10 @@ def _values(group: Group) -> dict[str, Any]:
     }
 
 
-def _step(base: torch.optim.Optimizer, groups: Sequence[Group]) -> float | None:
+def _step(base: torch.optim.Optimizer) -> float | None:
     if type(base) is FusedAdam:
-        return max(float(group.values["step"]) for group in groups)
+        # It counts in the last parameter of every group, and takes that for all.
+        return max((float(state["step"]) for state in base.state.values()), default=None)
     return common_step(base)
 
 
@@ -186,9 +183,6 @@ def _load_group(group: Group, stored: Sequence[dict[str, Any] | None]) -> None:
 
 
 def _set_step(masters: Masters, step: float) -> None:
-    if type(masters.base) is FusedAdam:
-        for group in masters.groups():
-            group.values["step"] = int(step)
     for state in masters.base.state.values():
         if isinstance(state.get("step"), int):
             state["step"] = int(step)

@@ -40,17 +40,23 @@ def place_of(engine: Any) -> Place:
     if engine.autotp_size() > 1:
         tp = groups.get_tensor_model_parallel_rank()
         tp_size = groups.get_tensor_model_parallel_world_size()
-    elif engine.mpu is not None and engine.mpu.get_model_parallel_world_size() > 1:
+    elif (split := _own_split(engine)) > 1:
         raise UnsupportedLayoutError(
-            f"the model is split over {engine.mpu.get_model_parallel_world_size()} ranks by an mpu "
-            "of its own, and nothing says how; expected DeepSpeed's tensor_parallel configuration; "
-            "save and load a checkpoint instead"
+            f"the model is split over {split} ranks by an mpu of its own, and nothing says how; "
+            "expected DeepSpeed's tensor_parallel configuration; save and load a checkpoint instead"
         )
     pp, num_stages = 0, 1
     if isinstance(engine.module, PipelineModule):
         pp, num_stages = engine.stage_id, engine.num_stages
     group = engine.seq_data_parallel_group
     return Place(pp, num_stages, tp, tp_size, dist.get_rank(group), dist.get_world_size(group))
+
+
+def _own_split(engine: Any) -> int:
+    """How many ranks hold one layer, as the script's own object says."""
+    if isinstance(engine.module, PipelineModule):
+        return int(engine.grid.get_slice_parallel_world_size())
+    return 1 if engine.mpu is None else int(engine.mpu.get_model_parallel_world_size())
 
 
 def global_batch_size(engine: Any) -> int:

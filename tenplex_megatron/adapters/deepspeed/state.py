@@ -63,8 +63,11 @@ class DeepSpeedState(TrainingState):
         engine._config.train_batch_size = global_batch_size(engine)
         self._masters = masters_of(engine.optimizer)
         prepare_state(self._masters)
-        self._model = describe_model(engine, self._place.tp)
-        self._fixed = tuple(sorted(self._describe(), key=lambda piece: piece.box))
+        trained = {id(one) for group in self._masters.groups() for one in group.parameters}
+        self._model = describe_model(engine, self._place.tp, trained)
+        described = (*self._describe_trained(), *self._describe_untrained())
+        self._needed = tuple(piece for _, piece in described)
+        self._given = tuple(piece for counts, piece in described if counts)
         self._random_memory: dict[str, torch.Tensor] = {}
         self._random_is_stored = False
         self._pending_streams: dict[str, torch.Tensor] | None = None
@@ -81,7 +84,7 @@ class DeepSpeedState(TrainingState):
         self._random_memory = randomness.export_streams()
         streams = {f"random/{self._place}/{name}": name for name in self._random_memory}
         self._random_is_stored = stored is None or all(name in stored for name in streams)
-        pieces = list(self._fixed)
+        pieces = list(self._given if stored is None else self._needed)
         if self._random_is_stored:
             for full_name, name in streams.items():
                 memory = self._random_memory[name]
@@ -95,15 +98,20 @@ class DeepSpeedState(TrainingState):
         for name, state in randomness.export_streams().items():
             self._random_memory[name].copy_(state)
 
-    def _describe(self) -> Iterator[Piece]:
+    def _describe_trained(self) -> Iterator[tuple[bool, Piece]]:
+        """Pieces of masters and their state, and whether their values count."""
         for owned in owned_parameters(self._masters):
+            counts = id(owned.parameter) not in self._model.followers
             for part in self._parts(owned.parameter):
                 for kind, flat in owned.states.items():
-                    yield from pieces_of(kind, part, flat, owned.start, owned.stop)
+                    for piece in pieces_of(kind, part, flat, owned.start, owned.stop):
+                        yield counts, piece
+
+    def _describe_untrained(self) -> Iterator[tuple[bool, Piece]]:
         for held in self._model.untrained:
             for part in held.parts:
                 for piece in pieces_of("param", part, held.flat, held.start, held.stop):
-                    yield replace(piece, is_early=held.changes_early)
+                    yield held.counts, replace(piece, is_early=held.changes_early)
 
     def _parts(self, parameter: torch.nn.Parameter) -> tuple[Any, ...]:
         if id(parameter) not in self._model.parts:
@@ -196,11 +204,19 @@ def _check(engine: Any) -> None:
             "the engine has no optimizer, so nothing is trained; give deepspeed.initialize an "
             "optimizer"
         )
-    if engine.random_ltd_enabled() or engine.curriculum_learning_enabled():
-        raise UnsupportedLayoutError(
-            "random_ltd and curriculum_learning keep a schedule of their own that is not carried; "
-            "drop them from the DeepSpeed configuration, or save and load a checkpoint instead"
-        )
+    kept = {
+        "random_ltd": engine.random_ltd_enabled(),
+        "curriculum_learning": engine.curriculum_learning_enabled(),
+        "zero_quantized_nontrainable_weights": engine.zero_quantized_nontrainable_weights(),
+        "torch_autocast in float16": engine.torch_autocast_enabled()
+        and engine.torch_autocast_dtype() == torch.float16,
+    }
+    for name, is_on in kept.items():
+        if is_on:
+            raise UnsupportedLayoutError(
+                f"{name}: it keeps state of its own that is not carried; drop it from the "
+                "DeepSpeed configuration, or save and load a checkpoint instead"
+            )
 
 
 def _check_boundary(engine: Any) -> None:
