@@ -6,6 +6,7 @@ import importlib
 import io
 import json
 import logging
+import multiprocessing
 import os
 import runpy
 import signal
@@ -77,6 +78,9 @@ def run_task(task: WorkerTask) -> NoReturn:
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(line_buffering=True)
     _report_cold_start(task.preload)
+    # A fork server hands down its own way to start processes, by which the workers of data loaders
+    # would import everything anew, or not find a dataset of the main script.
+    multiprocessing.set_start_method(None, force=True)
     code = _guarded(lambda: worker_main(task))
     if code == HANDED_OVER:
         # The state is safe and the peers wait: nothing in the interpreter's shutdown is needed.

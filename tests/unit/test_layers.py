@@ -21,6 +21,7 @@ LAYERS = {
     "elastic": 6,
     "auto": 7,
     "deepspeed": 7,
+    "huggingface": 7,
     "cli": 7,
     "testing": 7,
     "run": 8,
@@ -32,7 +33,11 @@ ALLOWED_IN = {
     "yaml": (f"{PACKAGE}.config",),
     "megatron": (f"{PACKAGE}.adapters.megatron",),
     "deepspeed": (f"{PACKAGE}.adapters.deepspeed",),
+    "transformers": (f"{PACKAGE}.adapters.huggingface",),
+    "accelerate": (f"{PACKAGE}.adapters.huggingface",),
 }
+# A Trainer trains with DeepSpeed: its adapter stands on that one.
+STANDS_ON = {f"{PACKAGE}.adapters.huggingface": f"{PACKAGE}.adapters.deepspeed"}
 # Standing in for CUDA patches the frameworks that are there, and must load without them.
 LATE_IN = {"megatron": f"{PACKAGE}.cpu", "deepspeed": f"{PACKAGE}.cpu"}
 
@@ -65,8 +70,13 @@ def own_import_violation(module: str, name: str) -> str | None:
         return "names no layer: import from the module that defines it"
     if not importer:
         return None if imported in TOP_LEVEL_MAY_IMPORT else "the top level stays pure"
-    frameworks = (ALLOWED_IN["megatron"], ALLOWED_IN["deepspeed"])
-    other = [own for own in frameworks if is_inside(name, own) and not is_inside(module, own)]
+    frameworks = {ALLOWED_IN[party] for party in ("megatron", "deepspeed", "transformers")}
+    own_and_below = [above for above, below in STANDS_ON.items() if is_inside(name, (below,))]
+    other = [
+        own
+        for own in frameworks
+        if is_inside(name, own) and not is_inside(module, (*own, *own_and_below))
+    ]
     if importer == "adapters" and other and module != f"{PACKAGE}.adapters.registry":
         return "one framework's adapter is nothing to the other modules of the layer"
     lower = LAYERS[imported] < LAYERS[importer]
@@ -137,6 +147,9 @@ def test_a_module_imports_only_lower_layers(module: str) -> None:
         ("adapters.base", "from tenplex_megatron.adapters.megatron import layout"),
         ("adapters.deepspeed.zero", "from tenplex_megatron.adapters.megatron import layout"),
         ("adapters.deepspeed.zero", "from tenplex_megatron.adapters import megatron"),
+        ("adapters.deepspeed.zero", "from tenplex_megatron.adapters.huggingface import callback"),
+        ("adapters.huggingface.callback", "from tenplex_megatron.adapters.megatron import layout"),
+        ("adapters.deepspeed.zero", "import transformers"),
         ("core.plan", "from . import region"),
         ("core.plan", "from .region import Region"),
         ("core.plan", "from ..errors import LayoutError"),
@@ -167,6 +180,7 @@ def test_a_forbidden_import_is_found(module: str, line: str) -> None:
         ("store.shared", "import torch\nfrom tenplex_megatron.core.tensors import TensorSpec"),
         ("adapters.megatron.layout", "from megatron.core import parallel_state"),
         ("adapters.megatron.layout", "from tenplex_megatron.adapters.base import FrameworkAdapter"),
+        ("adapters.huggingface.callback", "from tenplex_megatron.adapters.deepspeed import hooks"),
         (
             "adapters.registry",
             "def f():\n    from tenplex_megatron.adapters.megatron import adapter",

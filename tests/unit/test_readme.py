@@ -66,7 +66,7 @@ def test_every_policy_is_valid(text: str) -> None:
 def test_every_python_block_runs(text: str) -> None:
     """Parts of a training loop, whose names are a script's, run end to end."""
     code = compile(text, "README.md", "exec")
-    if "engine" not in text:
+    if not any(name in text for name in ("engine", "trainer")):
         exec(code, {})
 
 

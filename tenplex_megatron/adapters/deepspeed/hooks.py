@@ -110,7 +110,10 @@ class _Loop:
     def _backward(
         self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        self._losses.append(loss.detach())
+        # Scripts that divide by the accumulation themselves say so.
+        is_scaled = not kwargs.get("scale_wrt_gas", True)
+        parts = self._engine.gradient_accumulation_steps() if is_scaled else 1
+        self._losses.append(loss.detach() * parts)
         return original(loss, *args, **kwargs)
 
     def _step(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:

@@ -312,6 +312,17 @@ def test_micro_batches_smaller_than_the_engines_are_noticed() -> None:
             ask()
 
 
+def test_a_look_at_the_data_within_a_pass_is_no_mistake() -> None:
+    engine = Counting()
+    sampler = bound(4 * BATCH, engine, micro=6)
+    batches = iter(sampler.batches())
+    fetched_ahead = list(batches)
+    next(iter(sampler.batches()))
+    for _ in range(len(fetched_ahead) * 6 // BATCH):
+        engine.step()
+        assert sampler.state_dict()["consumed"] == engine.samples
+
+
 def test_micro_batches_larger_than_the_engines_are_announced(
     caplog: pytest.LogCaptureFixture,
 ) -> None:

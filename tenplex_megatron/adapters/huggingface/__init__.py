@@ -1,0 +1,1 @@
+"""The adapter for the Trainer of Hugging Face Transformers, which trains with DeepSpeed."""
