@@ -39,6 +39,8 @@ PRELOAD = (
     "deepspeed.runtime.pipe.engine",
     # DeepSpeed imports it at the first start of an engine, with all of torch's compiler.
     "deepspeed.runtime.zero.muon.muon_optimizer",
+    # With tensor parallelism it asks whether inputs are of this package, where it is installed.
+    "transformers.cache_utils",
     "tenplex_megatron.adapters.deepspeed.state",
 )
 """What the ranks have imported when they are forked."""

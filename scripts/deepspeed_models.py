@@ -250,9 +250,11 @@ def _optimizer(name: str, groups: Iterable[Any]) -> torch.optim.Optimizer:
 def config_of(job: Job) -> dict[str, Any]:
     """DeepSpeed's configuration of a job."""
     dp, stage = job.layout.dp, job.layout.zero_stage or 0
+    # Tensor parallelism exchanges so much that every micro-batch of it takes long.
+    micro = BATCH // dp if job.model == "split" else MICRO[dp]
     config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": MICRO[dp],
-        "gradient_accumulation_steps": BATCH // (MICRO[dp] * dp),
+        "train_micro_batch_size_per_gpu": micro,
+        "gradient_accumulation_steps": BATCH // (micro * dp),
         # Without a ZeRO optimizer a pipeline's norm is that of one stage alone.
         "gradient_clipping": 0.0 if job.model == "pipeline" else 0.5,
         "steps_per_print": None,

@@ -1,5 +1,8 @@
 """What single ranks do in the tests of DeepSpeed's state, besides `deepspeed_worlds`."""
 
+from collections.abc import Callable
+from typing import Any
+
 import torch
 from deepspeed_models import BATCH, Job, build, micro_batches
 from deepspeed_worlds import prepare_rank, train
@@ -56,31 +59,63 @@ def snapshot_within_window(rank: int, job: Job) -> tuple[str, int]:
     return message, state.progress()["counters"]["global_steps"]
 
 
+class SplitInTwo:
+    """What a script with tensor parallelism of its own tells DeepSpeed."""
+
+    def get_model_parallel_world_size(self) -> int:
+        return 2
+
+
+def with_stranger(engine: torch.nn.Module) -> None:
+    engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
+
+
+def with_autocast(engine: torch.nn.Module) -> None:
+    engine._config.torch_autocast_enabled = True
+    engine._config.torch_autocast_dtype = torch.float16
+
+
+def with_twice_the_batch(progress: dict[str, Any]) -> None:
+    progress["global_batch_size"] = 2 * BATCH
+
+
+def with_mixed_groups(progress: dict[str, Any]) -> None:
+    first, second = (group["parameters"] for group in progress["optimizer"]["groups"])
+    first[0], second[0] = second[0], first[0]
+
+
+ENGINES: dict[str, tuple[int, Callable[[Any], None]]] = {
+    "no optimizer": (1, lambda engine: setattr(engine, "optimizer", None)),
+    "random_ltd": (1, lambda engine: setattr(engine, "random_ltd_enabled", lambda: True)),
+    "autocast": (1, with_autocast),
+    "nvme": (3, lambda engine: setattr(engine.optimizer, "swap_optimizer", True)),
+    "stranger": (0, with_stranger),
+    "mpu": (1, lambda engine: setattr(engine, "mpu", SplitInTwo())),
+    "sequences": (1, lambda engine: setattr(engine, "sequence_parallel_size", 2)),
+}
+"""The stage of an engine, and what becomes of it."""
+PROGRESS: dict[str, Callable[[dict[str, Any]], None]] = {
+    "batch": with_twice_the_batch,
+    "group": with_mixed_groups,
+    "client": lambda progress: progress.update(client={"epoch": 1}),
+}
+"""What becomes of the progress of a rank."""
+
+
 def refusal_of(rank: int, change: str) -> str:
     """What a state says about an engine, or about progress, that it can't continue."""
     from tenplex_megatron.adapters.deepspeed.state import DeepSpeedState
 
     prepare_rank(rank)
-    engine = build(Job(ParallelLayout(zero_stage=1)), seed=1)
+    stage, spoil = ENGINES.get(change, (1, id))
+    engine = build(Job(ParallelLayout(zero_stage=stage)), seed=1)
+    spoil(engine)
     try:
-        if change == "no optimizer":
-            engine.optimizer = None
-        if change == "random_ltd":
-            engine.random_ltd_enabled = lambda: True
-        if change == "autocast":
-            engine._config.torch_autocast_enabled = True
-            engine._config.torch_autocast_dtype = torch.float16
         state = DeepSpeedState(engine)
-        progress = state.progress()
-        if change == "batch":
-            progress["global_batch_size"] = 2 * BATCH
-        if change == "group":
-            first, second = progress["optimizer"]["groups"]
-            first["parameters"][0], second["parameters"][0] = (
-                second["parameters"][0],
-                first["parameters"][0],
-            )
-        state.load_progress([progress])
+        progress = [state.progress(), state.progress()]
+        PROGRESS.get(change, id)(progress[1])
+        # A client's state is refused where ranks differ, everything else where all agree.
+        state.load_progress(progress if change == "client" else progress[1:])
     except TenplexError as error:
         return str(error)
     return "nothing"

@@ -60,6 +60,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
         "param_names",
         "seq_data_parallel_group",
         "dp_world_size",
+        "sequence_parallel_size",
         "autotp_size",
         "micro_steps",
         "managed_gradient_accumulation",

@@ -34,8 +34,13 @@ def place_of(engine: Any) -> Place:
     """The place of this rank.
 
     Raises:
-        UnsupportedLayoutError: the model is split by code of its own.
+        UnsupportedLayoutError: the model or its sequences are split in a way not described here.
     """
+    if engine.sequence_parallel_size > 1:
+        raise UnsupportedLayoutError(
+            f"sequences are split over {engine.sequence_parallel_size} ranks, and no layout says "
+            "so; train without sequence parallelism, or save and load a checkpoint instead"
+        )
     tp, tp_size = 0, 1
     if engine.autotp_size() > 1:
         tp = groups.get_tensor_model_parallel_rank()

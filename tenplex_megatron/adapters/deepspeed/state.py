@@ -24,6 +24,7 @@ from tenplex_megatron.adapters.deepspeed.optimizer import (
     prepare_state,
 )
 from tenplex_megatron.adapters.deepspeed.place import global_batch_size, place_of
+from tenplex_megatron.adapters.deepspeed.schedule import load_schedule, schedule_progress
 from tenplex_megatron.adapters.parts import pieces_of
 from tenplex_megatron.adapters.sampler import ElasticSampler
 from tenplex_megatron.core.region import Region
@@ -41,8 +42,8 @@ class DeepSpeedState(TrainingState):
     Args:
         engine: what `deepspeed.initialize` returned.
         sampler: deals the samples of the training loop; None where the script does.
-        client_state: plain values of the script that travel along; read at every snapshot, and
-            replaced in place by an import.
+        client_state: plain values of the script that travel along, equal on all ranks; read at
+            every snapshot, and replaced in place by an import.
 
     Raises:
         UnsupportedLayoutError: the engine has state that is not described here.
@@ -59,7 +60,7 @@ class DeepSpeedState(TrainingState):
         self._sampler = sampler
         self._client_state = {} if client_state is None else client_state
         self._place = place_of(engine)
-        # DeepSpeed counts samples by it.
+        # What DeepSpeed counts samples by.
         engine._config.train_batch_size = global_batch_size(engine)
         self._masters = masters_of(engine.optimizer)
         prepare_state(self._masters)
@@ -132,7 +133,7 @@ class DeepSpeedState(TrainingState):
         return {
             "counters": {name: int(getattr(engine, name)) for name in _COUNTERS},
             "global_batch_size": self.global_batch_size,
-            "schedule": _schedule(engine),
+            "schedule": schedule_progress(engine.lr_scheduler),
             "optimizer": optimizer_progress(self._masters, self._model.keys),
             "sampler": self._sampler.state_dict() if self._sampler is not None else None,
             "client": copy.deepcopy(self._client_state),
@@ -142,7 +143,7 @@ class DeepSpeedState(TrainingState):
         """See `TrainingState.load_progress`."""
         engine, stored = self._engine, list(progress)
         first = stored[0]
-        for key in ("counters", "global_batch_size", "schedule", "sampler", "client"):
+        for key in ("counters", "global_batch_size", "sampler", "client"):
             if any(other[key] != first[key] for other in stored):
                 raise LayoutError(f"ranks of the snapshot disagree on {key}")
         if first["global_batch_size"] != self.global_batch_size:
@@ -155,8 +156,7 @@ class DeepSpeedState(TrainingState):
             setattr(engine, name, first["counters"][name])
         engine.micro_steps = engine.global_steps * engine.gradient_accumulation_steps()
         # The schedule first: some write the learning rates that the stored groups then set.
-        if engine.lr_scheduler is not None and first["schedule"] is not None:
-            engine.lr_scheduler.load_state_dict(dict(first["schedule"]))
+        load_schedule(engine.lr_scheduler, [entry["schedule"] for entry in stored])
         load_optimizer_progress(
             self._masters, self._model.keys, [entry["optimizer"] for entry in stored]
         )
@@ -231,13 +231,3 @@ def _check_boundary(engine: Any) -> None:
             f"{engine.global_steps + 1}; gradients are not part of it: ask after engine.step() has "
             "finished a step"
         )
-
-
-def _schedule(engine: Any) -> dict[str, Any] | None:
-    """The learning-rate schedule; what it holds as one-element tensors is a number."""
-    if engine.lr_scheduler is None:
-        return None
-    return {
-        key: value.item() if isinstance(value, torch.Tensor) else value
-        for key, value in engine.lr_scheduler.state_dict().items()
-    }
