@@ -21,6 +21,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench_recovery import fresh, spread
 from demo import ROOT, Tail
 from rich.console import Console
 
@@ -79,22 +80,6 @@ def main() -> int:
             f"{result['ratio']:.1f}"
         )
     return 0
-
-
-def spread(values: list[float]) -> dict[str, float]:
-    """Median and extremes."""
-    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
-
-
-@contextmanager
-def fresh(folder: Path) -> Iterator[None]:
-    """An empty private folder, gone afterwards."""
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(mode=0o700)
-    try:
-        yield
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def resume_elastic() -> float:

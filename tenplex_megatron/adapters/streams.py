@@ -7,19 +7,18 @@ from collections.abc import Mapping
 import numpy as np
 import torch
 
-__all__ = ["export_process_streams", "import_process_streams"]
+__all__ = ["derived_seed", "export_process_streams", "import_process_streams"]
 
 PYTHON_WORDS = 625
 NUMPY_WORDS = 624
 
 
 def export_process_streams() -> dict[str, torch.Tensor]:
-    """The streams of Python, numpy, torch and the device, each as 1-D uint8."""
+    """The streams of Python, numpy and torch on the host, each as 1-D uint8."""
     return {
         "python": _bytes(_python_to_bytes()),
         "numpy": _bytes(_numpy_to_bytes()),
         "torch": torch.get_rng_state().clone(),
-        "device": torch.cuda.get_rng_state().clone(),
     }
 
 
@@ -28,7 +27,14 @@ def import_process_streams(streams: Mapping[str, torch.Tensor]) -> None:
     _python_from_bytes(streams["python"].numpy().tobytes())
     _numpy_from_bytes(streams["numpy"].numpy().tobytes())
     torch.set_rng_state(streams["torch"])
-    torch.cuda.set_rng_state(streams["device"])
+
+
+def derived_seed(seed: int, step: int) -> int:
+    """A seed for streams that begin at a step.
+
+    Continuing from `seed` alone would repeat the masks of the first steps.
+    """
+    return (seed * 1_000_003 + step * 7_919) % (2**31 - 1) + 1
 
 
 def _bytes(data: bytes) -> torch.Tensor:

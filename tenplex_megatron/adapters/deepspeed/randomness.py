@@ -14,7 +14,11 @@ import torch
 from deepspeed.accelerator import get_accelerator
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
-from tenplex_megatron.adapters import streams
+from tenplex_megatron.adapters.streams import (
+    derived_seed,
+    export_process_streams,
+    import_process_streams,
+)
 
 __all__ = ["export_streams", "import_streams", "reseed"]
 
@@ -25,9 +29,7 @@ def export_streams() -> dict[str, torch.Tensor]:
     """Every stream of this process as 1-D uint8."""
     tracked = get_cuda_rng_tracker().get_states()
     return {
-        "python": streams._bytes(streams._python_to_bytes()),
-        "numpy": streams._bytes(streams._numpy_to_bytes()),
-        "torch": torch.get_rng_state().clone(),
+        **export_process_streams(),
         "device": get_accelerator().get_rng_state().clone(),
         **{f"{_TRACKED}{name}": state.clone().cpu() for name, state in tracked.items()},
     }
@@ -35,9 +37,7 @@ def export_streams() -> dict[str, torch.Tensor]:
 
 def import_streams(stored: Mapping[str, torch.Tensor]) -> None:
     """Set every stream of this process from `export_streams`."""
-    streams._python_from_bytes(stored["python"].numpy().tobytes())
-    streams._numpy_from_bytes(stored["numpy"].numpy().tobytes())
-    torch.set_rng_state(stored["torch"])
+    import_process_streams(stored)
     get_accelerator().set_rng_state(stored["device"])
     get_cuda_rng_tracker().set_states(
         {
@@ -49,11 +49,8 @@ def import_streams(stored: Mapping[str, torch.Tensor]) -> None:
 
 
 def reseed(step: int) -> None:
-    """Fresh streams from the seed this process was given and the step.
-
-    Continuing from the seed alone would repeat the masks of the first steps.
-    """
-    derived = (torch.initial_seed() * 1_000_003 + step * 7_919) % (2**31 - 1) + 1
+    """Fresh streams from the seed this process was given and the step."""
+    derived = derived_seed(torch.initial_seed(), step)
     random.seed(derived)
     np.random.seed(derived)
     torch.manual_seed(derived)

@@ -11,7 +11,11 @@ import torch
 from megatron.core import mpu, tensor_parallel
 from megatron.training.initialize import _set_random_seed
 
-from tenplex_megatron.adapters.streams import export_process_streams, import_process_streams
+from tenplex_megatron.adapters.streams import (
+    derived_seed,
+    export_process_streams,
+    import_process_streams,
+)
 from tenplex_megatron.errors import LayoutError
 
 __all__ = ["coordinate_name", "export_streams", "import_streams", "reseed"]
@@ -33,6 +37,7 @@ def coordinate_name(data_parallel_random_init: bool) -> str:
 def export_streams() -> dict[str, torch.Tensor]:
     """Every stream of this process as 1-D uint8."""
     streams = export_process_streams()
+    streams["device"] = torch.cuda.get_rng_state().clone()
     for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
         if not isinstance(state, torch.Tensor):
             raise LayoutError(
@@ -46,6 +51,7 @@ def export_streams() -> dict[str, torch.Tensor]:
 def import_streams(streams: Mapping[str, torch.Tensor]) -> None:
     """Set every stream of this process from `export_streams`."""
     import_process_streams(streams)
+    torch.cuda.set_rng_state(streams["device"])
     tensor_parallel.get_cuda_rng_tracker().set_states(
         {
             name.removeprefix("tracker."): state
@@ -56,9 +62,5 @@ def import_streams(streams: Mapping[str, torch.Tensor]) -> None:
 
 
 def reseed(seed: int, step: int, data_parallel_random_init: bool) -> None:
-    """Fresh streams from (seed, step), Megatron's own per-rank offsets added.
-
-    Continuing from `seed` alone would repeat the masks of the first steps.
-    """
-    derived = (seed * 1_000_003 + step * 7_919) % (2**31 - 1) + 1
-    _set_random_seed(derived, data_parallel_random_init)
+    """Fresh streams from (seed, step), Megatron's own per-rank offsets added."""
+    _set_random_seed(derived_seed(seed, step), data_parallel_random_init)
