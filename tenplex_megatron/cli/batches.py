@@ -15,6 +15,7 @@ from rich.console import Console
 from rich.table import Table
 
 from tenplex_megatron.adapters.deepspeed.config import described_strategy, read_config
+from tenplex_megatron.cli.counts import counts
 from tenplex_megatron.config import cluster_file, load_profile
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
@@ -124,10 +125,6 @@ def _range(text: str) -> range:
     return range(low, high + 1)
 
 
-def _sizes(text: str) -> list[int]:
-    return [int(part) for part in text.split(",")]
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The options of this face of `tenplex frontier`."""
     parser = argparse.ArgumentParser(
@@ -140,7 +137,7 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add(FLAG, type=Path, required=True, metavar="JSON", help="the job's configuration")
     add("--gpus", required=True, metavar="N[:M]", help="every number from N to M")
-    add("--micro-batch-sizes", type=_sizes, metavar="B,...", help="default: the configuration's")
+    add("--micro-batch-sizes", type=counts, metavar="B,...", help="default: the configuration's")
     add("--model", type=Path, metavar="FILE", help="predict for a profile, see configs/model")
     add("--cluster", metavar="NAME", help="on a name or file, see configs/cluster")
     add("--json", action="store_true", help="everything, as one line")

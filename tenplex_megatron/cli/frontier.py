@@ -13,6 +13,7 @@ from rich.console import Console
 
 from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
 from tenplex_megatron.cli.batches import FLAG, batches
+from tenplex_megatron.cli.counts import count, counts
 from tenplex_megatron.cli.frontier_plot import draw
 from tenplex_megatron.cli.frontier_text import print_page, print_summary
 from tenplex_megatron.config import cluster_file, load_profile
@@ -183,17 +184,6 @@ def _compare(pages: Sequence[dict[str, Any]], cluster: ClusterProfile) -> None:
         page["least_memory_bytes"] = one.least_memory
 
 
-def _sizes(text: str) -> list[int]:
-    return [_count(part) for part in text.split(",")]
-
-
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a count from 1, got {text}")
-    return number
-
-
 def _picture(text: str) -> Path:
     path = Path(text)
     if path.suffix not in _PICTURES or not path.parent.is_dir():
@@ -220,10 +210,10 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--gpus", required=True, metavar="N[:M]", help="devices; N:M for every doubling of N"
     )
-    parser.add_argument("--global-batch-size", type=_count, required=True, metavar="B")
+    parser.add_argument("--global-batch-size", type=count, required=True, metavar="B")
     parser.add_argument(
         "--micro-batch-sizes",
-        type=_sizes,
+        type=counts,
         default=[1, 2, 4, 8],
         metavar="B,...",
         help="to be tried (default 1,2,4,8)",
@@ -231,7 +221,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--precision", choices=("fp32", "fp16", "bf16", "fp8"), default="bf16")
     parser.add_argument("--no-flash", action="store_true", help="attention keeps its scores")
     parser.add_argument(
-        "--top", type=_count, default=10, metavar="N", help="rows shown (default 10)"
+        "--top", type=count, default=10, metavar="N", help="rows shown (default 10)"
     )
     parser.add_argument("--plot", type=_picture, metavar="PNG", help="time against memory")
     parser.add_argument("--json", action="store_true", help="everything, as one line")

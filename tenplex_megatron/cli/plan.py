@@ -16,6 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tenplex_megatron.adapters.registry import argument_adapter
+from tenplex_megatron.cli.counts import count
 from tenplex_megatron.cli.describe import Describer, Script
 from tenplex_megatron.cli.plan_text import print_plan
 from tenplex_megatron.cli.stored import StoredJob, find_jobs
@@ -248,13 +249,6 @@ def _place(layout: ParallelLayout, nodes: Sequence[str]) -> dict[int, str]:
     return {rank: node for rank, (node, _) in enumerate(ranks)}
 
 
-def _count(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError(f"expected a count from 1, got {text}")
-    return number
-
-
 def build_parser() -> argparse.ArgumentParser:
     """The options of the command."""
     parser = argparse.ArgumentParser(
@@ -267,8 +261,8 @@ def build_parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("source", metavar="SOURCE", help="layout, or the folder of a job's or a node's snapshots")
     add("target", metavar="TARGET", help="layout, such as TP1,PP4,DP2")
-    add("--nodes", type=_count, metavar="N", help="nodes of a source layout (default 1)")
-    add("--to-nodes", type=_count, metavar="N", help="nodes of the target (default: the source's)")
+    add("--nodes", type=count, metavar="N", help="nodes of a source layout (default 1)")
+    add("--to-nodes", type=count, metavar="N", help="nodes of the target (default: the source's)")
     add("--framework", choices=("megatron",), default="megatron", help="what the script trains on")
     add(
         "--elastic-policy",

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, Never
 
 from tenplex_megatron.adapters.megatron.arguments import MegatronArguments
+from tenplex_megatron.cli.counts import count, counts
 from tenplex_megatron.cli.what_if_text import print_answer
 from tenplex_megatron.cli.what_if_values import KEYS, answer_values
 from tenplex_megatron.config import cluster_file, load_profile
@@ -182,18 +183,6 @@ def _fleet(given: argparse.Namespace, layout: ParallelLayout, cluster: ClusterPr
     return Fleet.of(sizes, used=used, wanted=given.gpus, lost=given.lost)
 
 
-def _sizes(text: str) -> list[int]:
-    sizes = [int(part) for part in text.split(",")]
-    if min(sizes) < 1:
-        raise argparse.ArgumentTypeError(f"expected counts from 1, got {text}")
-    return sizes
-
-
-def _count(text: str) -> int:
-    (count,) = _sizes(text)
-    return count
-
-
 def _seconds(text: str) -> float:
     seconds = float(text)
     if not seconds > 0:
@@ -247,10 +236,10 @@ def build_parser() -> argparse.ArgumentParser:
     )
     add("--cluster", required=True, metavar="C", help="a name or a file, see configs/cluster")
     add("--model", type=Path, metavar="FILE", help="a profile, see configs/model")
-    add("--global-batch-size", type=_count, metavar="B", help="(default: that of the flags)")
+    add("--global-batch-size", type=count, metavar="B", help="(default: that of the flags)")
     add(
         "--devices-per-node",
-        type=_sizes,
+        type=counts,
         metavar="D[,D...]",
         help="of every node, or of each (default: the cluster's)",
     )

@@ -71,3 +71,10 @@ def test_what_is_wrong_is_one_sentence(
 ) -> None:
     assert main(["frontier", config, *arguments]) == 2
     assert said in capsys.readouterr().err
+
+
+def test_micro_batches_are_counts(config: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["frontier", config, "--gpus=2", "--micro-batch-sizes=0,1"])
+    assert caught.value.code == 2
+    assert "expected a count from 1, got 0" in capsys.readouterr().err
