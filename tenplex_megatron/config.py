@@ -34,6 +34,7 @@ __all__ = [
 DEVICES = ("cuda", "cpu")
 FAILED_DEVICE = ("drop", "reuse")
 _AXIS = r"(?:(?:TP|PP|DP|VPP|CP|EP|MBS)[1-9]\d*|STAGES\d+(?:-\d+)*|ZERO[0-3])"
+_MODULE = re.compile(r"[^\W\d]\w*(?:\.[^\W\d]\w*)*")
 _LAYOUT = re.compile(rf"{_AXIS}(?:,{_AXIS})*")
 
 
@@ -147,6 +148,8 @@ class ElasticPolicy:
     """`drop`: the device of a failed process rests until more are asked for; `reuse`: at once."""
     max_failures: int = 16
     """Worker failures after which the job ends."""
+    preload: tuple[str, ...] = ()
+    """Modules that the script imports, to be imported once per node and not at every change."""
     audit: AuditPolicy = field(default_factory=AuditPolicy)
     timeouts: TimeoutPolicy = field(default_factory=TimeoutPolicy)
     planner: PlannerPolicy = field(default_factory=PlannerPolicy)
@@ -166,6 +169,13 @@ class ElasticPolicy:
         _require(
             _is_count(self.max_failures, 0), "max_failures", "a count from 0", self.max_failures
         )
+        for module in self.preload:
+            _require(
+                _MODULE.fullmatch(str(module)) is not None,
+                "preload",
+                "names of modules such as transformers.models.llama.modeling_llama",
+                module,
+            )
         for pattern in self.layouts or ():
             _check_pattern(pattern)
         _check_quoted(self.layouts or ())
@@ -331,6 +341,10 @@ def _convert(name: str, value: object, where: str) -> object:
         if not isinstance(value, list) or not value:
             raise ConfigError(f"{where}: layouts: expected auto or a list, got {value!r}")
         return tuple(value)
+    if name == "preload":
+        if not isinstance(value, list | None):
+            raise ConfigError(f"{where}: preload: expected a list of modules, got {value!r}")
+        return tuple(value or ())
     if name == "schedule":
         if not isinstance(value, dict | None):
             raise ConfigError(f"{where}: schedule: expected step: devices pairs, got {value!r}")

@@ -19,6 +19,11 @@ class ArgumentAdapter(ABC):
     cpu_stand_in: str | None = None
     """Module whose `install` makes code that insists on CUDA run on the host; None: not needed."""
 
+    def modules(self, argv: Sequence[str]) -> tuple[str, ...]:
+        """What to preload for a script with these flags."""
+        del argv
+        return self.preload
+
     def environment(self, device: str) -> dict[str, str]:
         """Variables without which the framework would not keep to `device`."""
         del device

@@ -82,7 +82,8 @@ class Describer:
             # Frameworks warn of optional kernels they miss, which does not matter here.
             os.environ.setdefault("PYTHONWARNINGS", "ignore")
             with _errors_to(self._logs / "imports.log"):
-                ForkServer((*_OWN_MODULES, *self._arguments.preload)).warm_up()
+                modules = self._arguments.modules(self._script.argv)
+                ForkServer((*_OWN_MODULES, *modules)).warm_up()
             allow_exit()
         except BaseException:
             self._opened.__exit__(*sys.exc_info())

@@ -110,7 +110,8 @@ def run_node(
     run_dir = owner_only_folder(options.run_dir or default_run_dir(options.job))
     with _claimed(run_dir, options.node), _signals_raise(config):
         server = ForkServer(
-            _preload(arguments, policy, options.session), start_method=config.start_method
+            _preload(arguments, policy, torchrun, options.session),
+            start_method=config.start_method,
         )
         try:
             server.warm_up()
@@ -215,9 +216,13 @@ def _with_failures(policy: ElasticPolicy, config: LaunchConfig) -> ElasticPolicy
 
 
 def _preload(
-    arguments: ArgumentAdapter, policy: ElasticPolicy, session: str | None
+    arguments: ArgumentAdapter,
+    policy: ElasticPolicy,
+    torchrun: argparse.Namespace,
+    session: str | None,
 ) -> tuple[str, ...]:
-    modules = (_stand_in(arguments, policy), *arguments.preload, session)
+    usual = arguments.modules(torchrun.training_script_args)
+    modules = (_stand_in(arguments, policy), *usual, *policy.preload, session)
     return tuple(name for name in modules if name is not None)
 
 
@@ -257,7 +262,7 @@ def _settings(
             is_module=torchrun.module,
             stand_in=_stand_in(arguments, rules.policy),
             session=options.session,
-            preload=_preload(arguments, rules.policy, options.session),
+            preload=_preload(arguments, rules.policy, torchrun, options.session),
         ),
         layout_flags=lambda layout: [
             *arguments.device_arguments(rules.policy.device),

@@ -315,8 +315,8 @@ def parent(pid: int) -> int:
 
 
 def test_a_worker_says_why_it_starts_colder_than_it_should(make_job: Callable[..., Job]) -> None:
-    job = make_job()
-    job.start("3", "0", "preload", nodes="a", per_node=1)
+    job = make_job("preload: [no_such_module]")
+    job.start("3", "0", "train", nodes="a", per_node=1)
     assert job.codes() == {"a": 0}
     assert "could not preload no_such_module (ModuleNotFoundError: No module named" in job.log()
 

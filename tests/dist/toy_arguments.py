@@ -58,8 +58,6 @@ def run_toy(arguments: Sequence[str]) -> int:
     options, torchrun = parse_options(arguments)
     try:
         toy = ToyArguments()
-        if "preload" in torchrun.training_script_args:
-            toy.preload = (*toy.preload, "no_such_module")
         if "touch_cuda" in torchrun.training_script_args:
             toy.preload = (*toy.preload, "toy_touches_cuda")
         return run_node(replace(options, session=None), torchrun, lambda _: toy)

@@ -3,21 +3,38 @@
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.elastic.records import WRONG_INPUT, Source
 from tests.end_to_end.megatron_jobs import Job
 
+CYCLIC = ("--dataloader-type=cyclic", "--no-data-sharding")
 
-def test_another_global_batch_size_is_refused_with_both_numbers(
-    tmp_path: Path, store_directory: Path, dataset: Path
+
+@pytest.mark.parametrize(
+    ("loader", "flag", "message"),
+    [
+        ((), "--global-batch-size=24", "--global-batch-size: the snapshot was taken with 12,"),
+        # Orders of the cyclic loader hold whole micro-batches.
+        (CYCLIC, "--micro-batch-size=2", "--micro-batch-size: the snapshot was taken with 1,"),
+    ],
+)
+def test_what_would_deal_other_batches_is_refused_with_both_numbers(
+    tmp_path: Path,
+    store_directory: Path,
+    dataset: Path,
+    *,
+    loader: tuple[str, ...],
+    flag: str,
+    message: str,
 ) -> None:
-    first = Job(tmp_path / "job", store_directory / "job", dataset, 2)
+    first = Job(tmp_path / "job", store_directory / "job", dataset, 2, loader)
     first.run([("DP2", 2)])
-    second = replace(first, flags=("--global-batch-size=24", "--lr-decay-iters=20"))
+    second = replace(first, flags=(*loader, flag, "--lr-decay-iters=20"))
     layout = ParallelLayout()
     spec = second.spec(2, layout, 2, source=Source(2, 1, 2, {0: "here", 1: "here"}), last=True)
     assert second.generation(spec, [layout]) == [1]
-    message = "--global-batch-size: the snapshot was taken with 12, this run has 24"
     assert message in second.errors(2)
 
 
@@ -35,7 +52,7 @@ def test_a_loader_that_deals_by_rank_is_refused_with_the_flag_that_helps(
 def test_unsharded_cyclic_batches_hold_the_same_samples_in_every_layout(
     tmp_path: Path, store_directory: Path, dataset: Path
 ) -> None:
-    flags = ("--dataloader-type=cyclic", "--no-data-sharding", "--use-distributed-optimizer")
+    flags = (*CYCLIC, "--use-distributed-optimizer")
     plain = Job(tmp_path / "plain", store_directory / "plain", dataset, 4, flags)
     elastic = Job(tmp_path / "elastic", store_directory / "elastic", dataset, 4, flags)
     expected = plain.run([("DP2", 4)])

@@ -27,6 +27,7 @@ def test_every_value_of_the_file_arrives() -> None:
         schedule: {6: 4, 18: 8}
         failed_device: reuse
         max_failures: 2
+        preload: [numpy.linalg, json]
         audit: {samples: true}
         timeouts: {stop_s: 1.5}
         """
@@ -35,6 +36,7 @@ def test_every_value_of_the_file_arrives() -> None:
     assert policy.snapshot.directory == "/dev/shm/x"
     assert policy.layouts == ("TP2,PP2", "TP1,PP1,DP3")
     assert policy.schedule == {6: 4, 18: 8}
+    assert policy.preload == ("numpy.linalg", "json")
     assert (policy.device, policy.failed_device, policy.max_failures) == ("cpu", "reuse", 2)
     assert policy.audit.samples
     assert (policy.timeouts.stop_s, policy.timeouts.rendezvous_s) == (1.5, 60.0)
@@ -59,6 +61,9 @@ def test_every_value_of_the_file_arrives() -> None:
         ("schedule: {6: 0}", "p.yaml: schedule.6: expected a count of devices, got 0"),
         ("device: tpu", "p.yaml: device: expected cuda or cpu, got 'tpu'"),
         ("failed_device: fix", "p.yaml: failed_device: expected drop or reuse, got 'fix'"),
+        ("preload: torch", "p.yaml: preload: expected a list of modules, got 'torch'"),
+        ("preload: [a/b.py]", "p.yaml: preload: expected names of modules such as"),
+        ("preload: [1]", "p.yaml: preload: expected names of modules such as"),
         ("max_failures: -1", "p.yaml: max_failures: expected a count from 0, got -1"),
         ("audit: {samples: 1}", "p.yaml: audit.samples: expected true or false, got 1"),
         ("timeouts: {stop_s: 0}", "p.yaml: timeouts.stop_s: expected seconds above 0, got 0"),

@@ -5,8 +5,10 @@ Nothing of DeepSpeed is imported, so that a launcher can ask before any worker e
 
 import hashlib
 import json
+import re
 from collections.abc import Sequence
 from fnmatch import fnmatchcase
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -63,6 +65,14 @@ class DeepSpeedArguments(ArgumentAdapter):
         "tenplex_megatron.adapters.deepspeed.hooks",
         "tenplex_megatron.elastic.session",
     )
+
+    def modules(self, argv: Sequence[str]) -> tuple[str, ...]:
+        """See `ArgumentAdapter.modules`; the Trainer of Transformers takes 6 s to be imported."""
+        flags = " ".join(argv)
+        is_trainer = re.search(r"(^|\s)--deepspeed[=\s][^-\s]", flags) is not None
+        if is_trainer and find_spec("transformers") and find_spec("accelerate"):
+            return (*self.preload, "tenplex_megatron.adapters.huggingface.callback")
+        return self.preload
 
     def environment(self, device: str) -> dict[str, str]:
         """See `ArgumentAdapter.environment`; DeepSpeed looks for a device when it is imported."""

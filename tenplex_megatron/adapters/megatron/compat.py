@@ -19,6 +19,7 @@ TOUCHED: dict[str, tuple[str, ...]] = {
     "megatron.training.arguments": ("add_megatron_arguments",),
     "megatron.training.training": (
         "setup_model_and_optimizer",
+        "build_train_valid_test_datasets",
         "train_step",
         "train",
         "checkpoint_and_decide_exit",

@@ -1,6 +1,6 @@
 """Where does Megatron's training loop call us?
 
-Six names of `megatron.training` are wrapped; they are looked up as module globals at every call,
+Some names of `megatron.training` are wrapped; they are looked up as module globals at every call,
 so setting the attribute is enough, and they have held from core_v0.12 to core_v0.19 (see
 `compat.py`).  The wrappers pass every argument through.
 """
@@ -15,11 +15,15 @@ from pathlib import Path
 from typing import Any
 
 from megatron.training import arguments, training
-from megatron.training.datasets import data_samplers
 from megatron.training.global_vars import get_args
 
 from tenplex_megatron.adapters.base import FrameworkAdapter, StepObserver
 from tenplex_megatron.adapters.megatron.compat import use_built_helpers
+from tenplex_megatron.adapters.megatron.loaders import (
+    audit_samples,
+    check_train_data,
+    refuse_dealing_by_rank,
+)
 from tenplex_megatron.adapters.megatron.state import MegatronState
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
@@ -43,11 +47,12 @@ class MegatronAdapter(FrameworkAdapter):
         use_built_helpers()
         _wrap(arguments, "add_megatron_arguments", self._add_flag)
         _wrap(training, "setup_model_and_optimizer", self._build(observer))
+        _wrap(training, "build_train_valid_test_datasets", _check_data)
         _wrap(training, "train_step", self._keep_losses)
         _wrap(training, "checkpoint_and_decide_exit", self._step(observer))
         _wrap(training, "train", self._train(observer))
         if observer.audits_samples:
-            _audit_samples(observer)
+            audit_samples(observer)
 
     @staticmethod
     def _add_flag(original: Callable[..., Any], parser: Any) -> Any:
@@ -63,7 +68,7 @@ class MegatronAdapter(FrameworkAdapter):
 
     def _build(self, observer: StepObserver) -> Callable[..., Any]:
         def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            _refuse_dealing_by_rank()
+            refuse_dealing_by_rank(get_args())
             _refuse_unseen_state()
             with _no_checkpoint(replaced=observer.imports_state):
                 model, optimizer, scheduler = original(*args, **kwargs)
@@ -111,14 +116,10 @@ class MegatronAdapter(FrameworkAdapter):
         return train
 
 
-def _refuse_dealing_by_rank() -> None:
-    """Only loaders that deal a global batch the same way for every DP size can change layout."""
-    args = get_args()
-    if args.dataloader_type == "cyclic" and args.data_sharding:
-        raise ConfigError(
-            "--dataloader-type cyclic shuffles per data-parallel rank, so another number of ranks "
-            "would read other samples; expected --dataloader-type single, or add --no-data-sharding"
-        )
+def _check_data(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    datasets = original(*args, **kwargs)
+    check_train_data(get_args(), datasets[0])
+    return datasets
 
 
 def _refuse_unseen_state() -> None:
@@ -184,16 +185,3 @@ def _say_if_finished() -> None:
             args.iteration,
             args.train_iters,
         )
-
-
-def _audit_samples(observer: StepObserver) -> None:
-    """Report the sample ids of every micro-batch at the place Megatron decides them."""
-    sampler = data_samplers.MegatronPretrainingSampler
-    original = sampler.__iter__
-
-    def audited(self: Any) -> Iterator[list[int]]:
-        for number, ids in enumerate(original(self)):
-            observer.on_samples(number, ids)
-            yield ids
-
-    sampler.__iter__ = audited

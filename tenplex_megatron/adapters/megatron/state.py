@@ -128,7 +128,7 @@ class MegatronState(TrainingState):
     def progress(self) -> Progress:
         """See `TrainingState.progress`."""
         counters: Progress = {key: getattr(self._args, key) for key in PROGRESS_KEYS}
-        agree: Progress = {key: getattr(self._args, key) for key in MUST_AGREE}
+        agree: Progress = {key: getattr(self._args, key) for key in self._agreed()}
         return {
             "step": self.step,
             "floating_point_operations": self.floating_point_operations,
@@ -138,6 +138,11 @@ class MegatronState(TrainingState):
             "optimizers": optimizers.optimizer_progress(self._optimizer),
         }
 
+    def _agreed(self) -> tuple[str, ...]:
+        """Arguments on which the order of samples and the losses depend."""
+        by_micro_batch = self._args.dataloader_type == "cyclic"
+        return (*MUST_AGREE, "micro_batch_size") if by_micro_batch else MUST_AGREE
+
     def load_progress(self, progress: Sequence[Progress]) -> int:
         """See `TrainingState.load_progress`."""
         stored = list(progress)
@@ -145,7 +150,7 @@ class MegatronState(TrainingState):
         for key in ("step", "floating_point_operations", "counters", "schedule"):
             if any(other[key] != first[key] for other in stored):
                 raise LayoutError(f"ranks of the snapshot disagree on {key}")
-        for key in MUST_AGREE:
+        for key in self._agreed():
             mine, theirs = getattr(self._args, key), first["must_agree"][key]
             if mine != theirs:
                 flag = "--" + key.replace("_", "-")

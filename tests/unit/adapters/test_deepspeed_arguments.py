@@ -49,6 +49,26 @@ def test_the_global_batch_is_the_same_in_every_layout(text: str, accumulation: i
     assert micro * accumulation * chosen.dp == found["train_batch_size"] == 24
 
 
+TRAINER = "tenplex_megatron.adapters.huggingface.callback"
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["--deepspeed", "ds.json"], True),
+        (["--lr=1", "--deepspeed=ds.json"], True),
+        (["--deepspeed", "--deepspeed_config", "ds.json"], False),
+        (["--deepspeed_config=ds.json", "--deepspeed"], False),
+    ],
+)
+def test_a_script_with_the_flag_of_the_trainer_finds_it_imported(
+    words: list[str], expected: bool
+) -> None:
+    modules = ARGUMENTS.modules(words)
+    assert (TRAINER in modules) == expected
+    assert modules[: len(ARGUMENTS.preload)] == ARGUMENTS.preload
+
+
 def test_a_layout_may_say_the_stage() -> None:
     assert for_layout(CONFIG, layout("DP2"))["zero_optimization"]["stage"] == 2
     found = for_layout(CONFIG, layout("DP2,ZERO3"))["zero_optimization"]

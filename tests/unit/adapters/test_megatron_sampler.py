@@ -3,14 +3,17 @@
 The versions that were read: megatron-core 0.19.2.
 """
 
+import importlib
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
 import pytest
 
 from tenplex_megatron.adapters.sampler import ElasticSampler
+from tenplex_megatron.errors import ConfigError
 
 data_samplers = pytest.importorskip("megatron.training.datasets.data_samplers")
+loaders = importlib.import_module("tenplex_megatron.adapters.megatron.loaders")
 
 BATCH = 24
 DEALINGS = [
@@ -111,10 +114,28 @@ def test_the_shuffling_loader_deals_the_same_global_batches_if_they_divide_the_d
             assert sorted(next(resumed)) == expected[consumed // BATCH]
 
 
-def test_the_shuffling_loader_is_not_to_be_trusted_if_they_do_not() -> None:
+LENGTHS = (5 * BATCH, 5 * BATCH + 5, 6 * BATCH - 1)
+
+
+@pytest.mark.parametrize("total", LENGTHS)
+@pytest.mark.parametrize("steps", [5, 6, 12])
+def test_data_on_which_the_shuffling_loader_depends_on_the_ranks_is_refused(
+    total: int, steps: int
+) -> None:
     # Its orders are as long as the micro-batches of all ranks divide; so are its epochs.
-    streams = {
-        tuple(map(tuple, cyclic_stream(5 * BATCH + 5, dp=dp, micro=micro, steps=12)))
-        for dp, micro in DEALINGS
-    }
-    assert len(streams) > 1
+    for micro in (1, 2, 4):
+        streams = {
+            tuple(map(tuple, cyclic_stream(total, dp=dp, micro=micro, steps=steps)))
+            for dp, other in DEALINGS
+            if other == micro
+        }
+        if len(streams) > 1:
+            with pytest.raises(ConfigError, match=f"the {total} of the data are no multiple"):
+                loaders.check_orders(total, BATCH, steps * BATCH)
+
+
+@pytest.mark.parametrize(
+    ("total", "steps"), [(5 * BATCH, 12), (5 * BATCH + 5, 5), (6 * BATCH - 1, 5)]
+)
+def test_data_on_which_it_does_not_is_accepted(total: int, steps: int) -> None:
+    loaders.check_orders(total, BATCH, steps * BATCH)
