@@ -233,10 +233,14 @@ def difference_of(source: Outcome, target: Outcome) -> float:
 
 
 def reason_of(source: Outcome, target: Outcome) -> str | None:
-    """Which tensors are not the same bits; None when all are."""
+    """Which tensors are not the same bits, or which loss scale; None when all are right."""
     names = sorted(source.fingerprint.keys() | target.fingerprint.keys())
     wrong = [name for name in names if source.fingerprint.get(name) != target.fingerprint.get(name)]
-    return f"{len(wrong)} of {len(names)} tensors differ: {', '.join(wrong[:5])}" if wrong else None
+    if wrong:
+        return f"{len(wrong)} of {len(names)} tensors differ: {', '.join(wrong[:5])}"
+    if source.scale != target.scale:
+        return f"loss scale {target.scale} instead of {source.scale}"
+    return None
 
 
 def first_line(error: Exception) -> str:

@@ -1,12 +1,11 @@
-"""Tiny models with everything that makes state hard to move, and the engines that train them.
+"""Tiny models with everything that makes state hard to move.
 
 Sizes are odd so that partitions cut rows in the middle and need padding.  Every model learns to say
 the next of eleven words, from words alone; its loss does not depend on how the batch is cut.
 """
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -14,15 +13,12 @@ from torch.nn.functional import cross_entropy, gelu
 
 from tenplex_megatron.core.mesh import ParallelLayout
 
-__all__ = ["BATCH", "Job", "batch_of", "build", "micro_batches"]
+__all__ = ["BATCH", "Job", "batch_of", "micro_batches", "model_of"]
 
 BATCH = 12
 """Samples per step: divides for 1 to 4 data-parallel ranks."""
-MICRO = {1: 6, 2: 3, 3: 2, 4: 3}
-"""Samples of one micro-batch, by the number of data-parallel ranks."""
 WORDS, LENGTH, WIDTH, INNER = 11, 5, 7, 13
 HEADS, PAIRS, UNEVEN = 8, 4, 14
-LINEAR = torch.nn.functional.linear
 
 
 @dataclass(frozen=True, order=True)
@@ -34,12 +30,14 @@ class Job:
     optimizer: str = "adamw"
     model: str = "dense"
     dropout: float = 0.0
+    options: str = ""
+    """What its configuration of ZeRO has besides the stage: a name in `deepspeed_engines`."""
 
     @property
     def name(self) -> str:
         """Also the name of its snapshots' folder."""
         layout = str(self.layout).replace(",", ".")
-        return f"{self.model}.{self.optimizer}.{self.precision}.{layout}"
+        return f"{self.model}.{self.optimizer}.{self.precision}.{layout}.{self.options}".rstrip(".")
 
 
 def batch_of(step: int) -> torch.Tensor:
@@ -145,6 +143,31 @@ class Split(torch.nn.Module):
         return loss_of(self.head(hidden), next_words)
 
 
+class Vocabulary(torch.nn.Module):
+    """Tied first and last layers that tensor parallelism cuts by words, eleven of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = torch.nn.Embedding(WORDS, HEADS)
+        self.norm = torch.nn.LayerNorm(HEADS)
+        self.grow = torch.nn.Linear(HEADS, UNEVEN)
+        self.shrink = torch.nn.Linear(UNEVEN, HEADS)
+        self.lm_head = torch.nn.Linear(HEADS, WORDS)
+        self.lm_head.weight = self.embedding.weight
+        self.loss_function = self.loss_of_whole
+
+    @staticmethod
+    def loss_of_whole(scores: torch.Tensor, shift_labels: torch.Tensor) -> torch.Tensor:
+        """DeepSpeed puts its own in this place where the scores are cut."""
+        return loss_of(scores, shift_labels)
+
+    def forward(self, words: torch.Tensor, next_words: torch.Tensor) -> torch.Tensor:
+        """The loss."""
+        hidden = self.embedding(words)
+        hidden = hidden + self.shrink(gelu(self.grow(self.norm(hidden))))
+        return self.loss_function(self.lm_head(hidden), shift_labels=next_words)
+
+
 class Mixture(torch.nn.Module):
     """A mixture of experts between an embedding and a head."""
 
@@ -186,112 +209,14 @@ def _pipeline(job: Job) -> torch.nn.Module:
     )
 
 
-def _model(job: Job) -> torch.nn.Module:
+def model_of(job: Job) -> torch.nn.Module:
+    """What a job trains, before anything is cut."""
     if job.model == "pipeline":
         return _pipeline(job)
     if job.model == "split":
         return Split()
+    if job.model == "vocabulary":
+        return Vocabulary()
     if job.model == "mixture":
         return Mixture(job.layout.ep)
     return Dense(job.dropout)
-
-
-def build(job: Job, seed: int) -> Any:
-    """An engine whose weights and buffers follow from the seed."""
-    import deepspeed
-
-    # ZeRO stage 3 replaces it for the whole process.
-    torch.nn.functional.linear = LINEAR
-    torch.manual_seed(seed)
-    model = _model(job)
-    engine, *_ = deepspeed.initialize(
-        model=model,
-        model_parameters=_groups(job, model),
-        # Made by DeepSpeed, since tensor parallelism cuts the parameters first.
-        optimizer=lambda groups: _optimizer(job.optimizer, groups),
-        lr_scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.8**step),
-        config=config_of(job),
-    )
-    return engine
-
-
-def _groups(job: Job, model: torch.nn.Module) -> list[dict[str, Any]]:
-    trained = [
-        parameter
-        for name, parameter in model.named_parameters()
-        if parameter.requires_grad and name != "left_out"
-    ]
-    groups: list[dict[str, Any]] = [
-        {"name": "matrices", "params": [one for one in trained if one.dim() > 1]},
-        {"name": "rest", "params": [one for one in trained if one.dim() <= 1]},
-    ]
-    groups[1] |= {"weight_decay": 0.0, "lr": 0.02}
-    if job.model == "mixture":
-        from deepspeed.moe.utils import split_params_into_different_moe_groups_for_optimizer
-
-        groups = split_params_into_different_moe_groups_for_optimizer(groups)
-    return groups
-
-
-def _optimizer(name: str, groups: Iterable[Any]) -> torch.optim.Optimizer:
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
-    if name == "amsgrad":
-        return torch.optim.Adam(groups, lr=0.01, amsgrad=True)
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1)
-    # DeepSpeed's own, compiled at their first use.
-    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
-
-    kinds = {"cpu-adam": DeepSpeedCPUAdam, "fused-adam": FusedAdam}
-    return kinds[name](groups, lr=0.01, weight_decay=0.1)
-
-
-def config_of(job: Job) -> dict[str, Any]:
-    """DeepSpeed's configuration of a job."""
-    dp, stage = job.layout.dp, job.layout.zero_stage or 0
-    # Tensor parallelism exchanges so much that every micro-batch of it takes long.
-    micro = BATCH // dp if job.model == "split" else MICRO[dp]
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": micro,
-        "gradient_accumulation_steps": BATCH // (micro * dp),
-        # Without a ZeRO optimizer a pipeline's norm is that of one stage alone.
-        "gradient_clipping": 0.0 if job.model == "pipeline" else 0.5,
-        "steps_per_print": None,
-        "zero_allow_untested_optimizer": True,
-        "zero_optimization": {
-            "stage": stage,
-            # Buckets of DeepSpeed's default sizes are gigabytes.
-            "reduce_bucket_size": 4096,
-            "allgather_bucket_size": 4096,
-            "stage3_prefetch_bucket_size": 4096,
-            # Some parameters stay whole, some are gathered for every use.
-            "stage3_param_persistence_threshold": 20,
-        },
-    }
-    if job.optimizer == "cpu-adam" and stage:
-        config["zero_optimization"]["offload_optimizer"] = {"device": "cpu"}
-    if job.precision.startswith("bf16"):
-        config["bf16"] = {"enabled": True}
-    if job.precision == "bf16-fp32-grads":  # stage 1 alone, with an optimizer class of its own
-        config["data_types"] = {"grad_accum_dtype": "fp32"}
-    if job.precision == "fp16":
-        config["fp16"] = {"enabled": True, "initial_scale_power": 24, "hysteresis": 1}
-    if job.layout.tp > 1:
-        config["tensor_parallel"] = {
-            "autotp_size": job.layout.tp,
-            "partition_config": {"use_default_specs": False, "layer_specs": _SPLITS},
-        }
-    return config
-
-
-_SPLITS = [
-    {"patterns": [r".*fused\.weight$"], "partition_type": "column", "shape": [3, -1]},
-    {
-        "patterns": [r".*grouped\.weight$"],
-        "partition_type": "column",
-        "shape": [[HEADS, PAIRS, PAIRS], -1],
-    },
-    {"patterns": [r".*grow\.weight$"], "partition_type": "column"},
-    {"patterns": [r".*(out|merge|shrink)\.weight$"], "partition_type": "row"},
-]

@@ -6,16 +6,20 @@ after the other and trains on.  What both return is compared by the caller.
 """
 
 import gc
+import hashlib
 import os
+import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
-from deepspeed_models import BATCH, Job, build, micro_batches
+from deepspeed_engines import build
+from deepspeed_models import BATCH, Job, micro_batches
 
 from tenplex_megatron.adapters.base import TrainingState
 from tenplex_megatron.elastic.restore import Site, restore_state
@@ -25,7 +29,16 @@ from tenplex_megatron.execution.verify import fingerprint_state, gather_collecti
 from tenplex_megatron.store.shared import SnapshotStore
 from tenplex_megatron.transport.process_group import ProcessGroupTransport
 
-__all__ = ["AFTER", "BEFORE", "Outcome", "prepare_rank", "run_sources", "run_targets", "train"]
+__all__ = [
+    "AFTER",
+    "BEFORE",
+    "Outcome",
+    "prepare_rank",
+    "run_sources",
+    "run_targets",
+    "train",
+    "unlike_masters",
+]
 
 BEFORE, AFTER = 3, 5
 """Steps before the snapshot, and after it."""
@@ -34,10 +47,16 @@ TIMEOUT_S = 60.0
 
 @dataclass(frozen=True)
 class Outcome:
-    """What one rank knows of one job: state at the snapshot, and losses of the steps after it."""
+    """What one rank knows of one job: state at the snapshot, and losses of the steps after it.
+
+    `scale` is what DeepSpeed counts for the loss scale in fp16, `streams` a digest of this rank's
+    random streams.
+    """
 
     fingerprint: dict[str, int]
     losses: tuple[float, ...]
+    scale: tuple[object, ...] = ()
+    streams: str = ""
 
 
 def train(engine: Any, steps: int) -> list[float]:
@@ -110,11 +129,14 @@ def run_sources(rank: int, folder: Path, jobs: Sequence[Job]) -> list[Outcome]:
     outcomes = []
     for job in jobs:
         engine = build(job, seed=1)
+        _seed(rank)
         state = DeepSpeedState(engine, client_state={"note": "of the source"})
         train(engine, BEFORE)
+        # Without ZeRO DeepSpeed 0.19.8 scales no loss, so that nothing overflows.
+        if engine.fp16_enabled() and engine.zero_optimization() and not engine.skipped_steps:
+            raise RuntimeError(f"{job.name}: no gradient has overflowed, so no scale has changed")
         _snapshot(state, store_of(folder, job), job, rank)
-        fingerprint = fingerprint_of(state, rank, transport)
-        outcomes.append(Outcome(fingerprint, tuple(train(engine, AFTER))))
+        outcomes.append(_outcome(engine, state, rank, transport, AFTER))
         engine.destroy()
     return outcomes
 
@@ -152,9 +174,10 @@ def run_targets(
         _restore(state, store_of(folder, source), site_of(source, job, rank), transport)
         if client != {"note": "of the source"} or engine.global_samples != BEFORE * BATCH:
             raise RuntimeError(f"{source.name} -> {job.name}: progress was not imported")
-        fingerprint = fingerprint_of(state, rank, transport)
+        if wrong := unlike_masters(engine):
+            raise RuntimeError(f"{source.name} -> {job.name}: weights are not {wrong}")
         state.resume_streams()
-        outcomes.append(Outcome(fingerprint, tuple(train(engine, steps))))
+        outcomes.append(_outcome(engine, state, rank, transport, steps))
         engine.destroy()
     return outcomes
 
@@ -168,6 +191,55 @@ def _restore(
     restore_state(state, site, reader=reader, transport=transport, timeout_s=TIMEOUT_S)
     if reader is not None:
         reader.close()
+
+
+def _seed(rank: int) -> None:
+    """Streams of its own for every rank, as a script with dropout would have them."""
+    random.seed(rank)
+    np.random.seed(rank)
+    torch.manual_seed(rank)
+
+
+def _outcome(
+    engine: Any, state: TrainingState, rank: int, transport: ProcessGroupTransport, steps: int
+) -> Outcome:
+    """Where a job stands, and what it does next."""
+    fingerprint = fingerprint_of(state, rank, transport)
+    digest = hashlib.sha256()
+    for piece in state.pieces():
+        if piece.is_local:
+            digest.update(piece.as_bytes().numpy().tobytes())
+    scale = _scale_of(engine.optimizer) if engine.fp16_enabled() else ()
+    return Outcome(fingerprint, tuple(train(engine, steps)), scale, digest.hexdigest())
+
+
+def _scale_of(optimizer: Any) -> tuple[object, ...]:
+    owner = optimizer if hasattr(optimizer, "loss_scale_config") else None
+    counts = vars(owner.loss_scale_config if owner else optimizer.loss_scaler)
+    return tuple(counts[name] for name in ("cur_scale", "cur_iter", "last_overflow_iter"))
+
+
+def unlike_masters(engine: Any) -> list[str]:
+    """What is not, in this rank's weights, its master in the type of the weight."""
+    from tenplex_megatron.adapters.deepspeed.masters import masters_of
+
+    return [
+        f"{engine.param_names[one.parameter]}[{one.start}:{one.stop}]"
+        for one in masters_of(engine.optimizer).fragments()
+        for weights in _weights(one.parameter, one.start, one.stop)
+        if not torch.equal(
+            one.master.detach().view(-1)[one.offset :][: one.stop - one.start].to(weights.dtype),
+            weights,
+        )
+    ]
+
+
+def _weights(parameter: Any, start: int, stop: int) -> Iterator[torch.Tensor]:
+    """Elements of a parameter as this rank has them: in its partition, whole, or both."""
+    if hasattr(parameter, "ds_tensor"):
+        yield parameter.ds_tensor.view(-1)[: stop - start]
+    if parameter.numel() or not hasattr(parameter, "ds_tensor"):
+        yield parameter.detach().view(-1)[start:stop]
 
 
 def fingerprint_of(

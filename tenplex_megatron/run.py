@@ -18,13 +18,25 @@ from tenplex_megatron.errors import ConfigError
 __all__ = ["main", "run_arguments"]
 
 _FLAG = "--elastic-policy"
+_LAUNCHERS = (
+    ("LOCAL_RANK", "LOCAL_SIZE", "WORLD_SIZE"),
+    ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "WORLD_SIZE"),
+    ("LOCAL_RANK", "WORLD_SIZE", "WORLD_SIZE"),
+    ("OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE", "OMPI_COMM_WORLD_SIZE"),
+    ("MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE", "MV2_COMM_WORLD_SIZE"),
+    ("MPI_LOCALRANKID", "MPI_LOCALNRANKS", "PMI_SIZE"),
+    ("SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_STEP_NUM_TASKS"),
+)
+"""What DeepSpeed's own, torchrun, Open MPI, MVAPICH, MPICH and srun call the rank of a process on
+its node, and the numbers of processes there and in all."""
 _OF_ONE_WORKER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_SIZE", "CROSS_RANK", "CROSS_SIZE")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run this node's agent, or leave; the exit code."""
     argv = list(sys.argv[1:] if arguments is None else arguments)
-    if int(os.environ.get("LOCAL_RANK", "0")):
+    local_rank, _, _ = _seat(os.environ)
+    if int(local_rank):
         return 0
     try:
         command = run_arguments(argv, os.environ)
@@ -43,11 +55,18 @@ def run_arguments(argv: Sequence[str], environment: Mapping[str, str]) -> list[s
     ['--elastic-policy=p.yaml', '--nproc-per-node=2', '--standalone', 't.py']
 
     Raises:
-        ConfigError: there is no policy.
+        ConfigError: there is no policy, or nobody says where several nodes meet.
     """
     kept, policy = _take_policy([word for word in argv if not word.startswith("--local_rank")])
     nodes = int(environment.get("CROSS_SIZE", "1"))
-    per_node = environment.get("LOCAL_SIZE", environment.get("WORLD_SIZE", "1"))
+    _, per_node, total = _seat(environment)
+    if nodes == 1 and per_node != total:
+        raise ConfigError(
+            f"a launcher started {total} processes on several nodes and does not say where these "
+            "meet; expected the deepspeed launcher with a hostfile, or `tenplex run --nnodes N "
+            "--rdzv-backend c10d --rdzv-endpoint HOST:PORT`, which takes torchrun's options, once "
+            "on every node"
+        )
     if nodes == 1:
         place = ["--standalone"]
     else:
@@ -55,6 +74,15 @@ def run_arguments(argv: Sequence[str], environment: Mapping[str, str]) -> list[s
         place = [f"--nnodes={nodes}", "--rdzv-backend=c10d", f"--rdzv-endpoint={endpoint}"]
         place.append(f"--node-name=node-{environment['CROSS_RANK']}")
     return [f"{_FLAG}={policy}", f"--nproc-per-node={per_node}", *place, *kept]
+
+
+def _seat(environment: Mapping[str, str]) -> tuple[str, str, str]:
+    """The rank of this process on its node, and the numbers of processes there and in all."""
+    for rank, here, everywhere in _LAUNCHERS:
+        if rank in environment and here in environment:
+            return environment[rank], environment[here], environment.get(everywhere, "")
+    alone = environment.get("WORLD_SIZE", "1")
+    return environment.get("LOCAL_RANK", "0"), alone, alone
 
 
 def _take_policy(argv: Sequence[str]) -> tuple[list[str], str]:

@@ -40,6 +40,14 @@ class ArgumentAdapter(ABC):
     def strategy(self, argv: Sequence[str]) -> Strategy:
         """How it is trained, on one device: what stays the same in every layout of a job."""
 
+    def usual_layouts(self, argv: Sequence[str]) -> tuple[str, ...] | None:
+        """Patterns of layouts for a policy that names none; None: all that suit the model.
+
+        A framework that can't build every layout of a known model says here which it builds.
+        """
+        del argv
+        return None
+
     @abstractmethod
     def layout_arguments(
         self, argv: Sequence[str], layout: ParallelLayout, allowed: Sequence[ParallelLayout]

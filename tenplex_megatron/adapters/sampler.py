@@ -103,9 +103,19 @@ class ElasticSampler(Sampler[int]):
         """One past the last position that was handed out since the sampler was bound."""
         self._ended = 0
         """The same for the last pass that was handed out to its end."""
+        self._began = 0
+        """Samples that were done when the sampler was bound."""
+        self._reads = True
 
     def bind(
-        self, *, micro: int, accumulation: int, rank: int, dp: int, consumed: Callable[[], int]
+        self,
+        *,
+        micro: int,
+        accumulation: int,
+        rank: int,
+        dp: int,
+        consumed: Callable[[], int],
+        reads: bool = True,
     ) -> None:
         """Deal to one rank of a layout; called by an adapter, before the data is iterated.
 
@@ -116,11 +126,14 @@ class ElasticSampler(Sampler[int]):
             dp: number of data-parallel ranks.
             consumed: how many samples all ranks have finished since training began; asked at the
                 start of every pass and for every snapshot.
+            reads: whether this process reads samples; inner stages of a pipeline do not.
         """
         self._bound = _Deal(micro, accumulation, rank, dp)
         self._count = consumed
         self._given = 0
         self._ended = 0
+        self._began = consumed()
+        self._reads = reads
 
     @property
     def consumed(self) -> int:
@@ -227,12 +240,14 @@ class ElasticSampler(Sampler[int]):
 
     def _check_count(self) -> None:
         """An engine that is ahead of the sampler was fed smaller micro-batches, or other data."""
-        if self._count is not None and 0 < self._given < self.consumed:
-            raise ConfigError(
-                f"the engine has counted {self.consumed} samples, its sampler gave {self._given}: "
-                "expected the data loader's batch_size to be the engine's micro-batch size, and no "
-                "other loader; use batch_sampler=sampler.batches()"
-            )
+        is_bound = self._count is not None and self._reads
+        if not is_bound or self.consumed <= max(self._given, self._began):
+            return
+        raise ConfigError(
+            f"the engine has counted {self.consumed} samples, its sampler gave {self._given}: "
+            "expected the data loader's batch_size to be the engine's micro-batch size, and no "
+            "other loader; use batch_sampler=sampler.batches()"
+        )
 
 
 class _MicroBatches(Sampler[list[int]]):

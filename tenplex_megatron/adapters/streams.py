@@ -3,14 +3,35 @@
 import random
 import struct
 from collections.abc import Mapping
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 
-__all__ = ["derived_seed", "export_process_streams", "import_process_streams"]
+from tenplex_megatron.errors import LayoutError
+
+__all__ = [
+    "StreamTracker",
+    "derived_seed",
+    "export_process_streams",
+    "export_tracked_streams",
+    "import_process_streams",
+    "import_tracked_streams",
+]
 
 PYTHON_WORDS = 625
 NUMPY_WORDS = 624
+_TRACKED = "tracker."
+
+
+class StreamTracker(Protocol):
+    """What a framework keeps the named streams of its device in."""
+
+    def get_states(self) -> Mapping[str, Any]:
+        """The state of every stream by its name."""
+
+    def set_states(self, states: dict[str, torch.Tensor]) -> None:
+        """Replace them all."""
 
 
 def export_process_streams() -> dict[str, torch.Tensor]:
@@ -27,6 +48,29 @@ def import_process_streams(streams: Mapping[str, torch.Tensor]) -> None:
     _python_from_bytes(streams["python"].numpy().tobytes())
     _numpy_from_bytes(streams["numpy"].numpy().tobytes())
     torch.set_rng_state(streams["torch"])
+
+
+def export_tracked_streams(tracker: StreamTracker) -> dict[str, torch.Tensor]:
+    """The streams of a tracker, each as 1-D uint8 on the host.
+
+    Raises:
+        LayoutError: a stream is an object that holds no bytes.
+    """
+    streams = {}
+    for name, state in tracker.get_states().items():
+        if not isinstance(state, torch.Tensor):
+            raise LayoutError(
+                f"random stream {name}: state is a {type(state).__name__}, expected a tensor; "
+                "run without graph-safe random streams"
+            )
+        streams[_TRACKED + name] = state.clone().cpu()
+    return streams
+
+
+def import_tracked_streams(tracker: StreamTracker, streams: Mapping[str, torch.Tensor]) -> None:
+    """Set them from `export_tracked_streams`; other streams may be among them."""
+    tracked = {name: state for name, state in streams.items() if name.startswith(_TRACKED)}
+    tracker.set_states({name.removeprefix(_TRACKED): state for name, state in tracked.items()})
 
 
 def derived_seed(seed: int, step: int) -> int:

@@ -14,10 +14,13 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from tenplex_megatron.adapters.deepspeed.config import described_strategy, read_config
+from tenplex_megatron.adapters.deepspeed.config import (
+    described_strategy,
+    read_config,
+    tensor_parallel_size,
+)
 from tenplex_megatron.cli.counts import counts
 from tenplex_megatron.config import cluster_file, load_profile
-from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.batches import BatchCut, batch_cuts, richer_batches
 from tenplex_megatron.planner.cluster import ClusterProfile
@@ -38,11 +41,14 @@ _EPILOG = """examples:
 def batches(arguments: Sequence[str]) -> int:
     """Print a row for every number of GPUs on which the batch stays exact."""
     given = build_parser().parse_args(arguments)
-    base = described_strategy(read_config(given.deepspeed_config))
-    ranks = _range(given.gpus)
+    config = read_config(given.deepspeed_config)
+    tp = tensor_parallel_size(config)
+    base = described_strategy(config)
+    base = replace(base, layout=replace(base.layout, tp=tp))
+    gpus = _range(given.gpus)
+    ranks = [count // tp for count in gpus if count % tp == 0]
     micros = given.micro_batch_sizes or [base.micro_batch_size]
-    cuts = batch_cuts(base.global_batch_size, micros, ranks)
-    rows = _rows(base, cuts, given)
+    rows = _rows(base, batch_cuts(base.global_batch_size, micros, ranks), given)
     richer = richer_batches(base.global_batch_size, micros, ranks)
     if given.json:
         nearby = [{"train_batch_size": batch, "numbers_of_gpus": count} for batch, count in richer]
@@ -51,7 +57,8 @@ def batches(arguments: Sequence[str]) -> int:
     if not rows:
         raise ConfigError(
             f"train_batch_size {base.global_batch_size} with micro-batches of {micros} divides on "
-            f"none of {ranks[0]} to {ranks[-1]} GPUs; {_offer(richer) or 'try other sizes'}"
+            f"none of {gpus[0]} to {gpus[-1]} GPUs{f' with TP{tp}' if tp > 1 else ''}; "
+            f"{_offer(richer) or 'try other sizes'}"
         )
     _print(base, rows)
     if richer:
@@ -64,39 +71,41 @@ def _rows(
 ) -> list[dict[str, Any]]:
     if (given.model is None) != (given.cluster is None):
         raise ConfigError("predictions need both --model and --cluster, got one of them")
+    rows = [{"gpus": cut.ranks * base.layout.tp, **asdict(cut)} for cut in cuts]
     if given.model is None or not cuts:
-        return [asdict(cut) for cut in cuts]
+        return rows
     model = load_profile(ModelProfile, given.model)
     cluster = load_profile(ClusterProfile, cluster_file(given.cluster, Path()))
     found = evaluate(
         model,
         cluster,
         [
-            replace(base, layout=ParallelLayout(dp=cut.ranks, micro_batch_size=cut.micro))
+            replace(base, layout=replace(base.layout, dp=cut.ranks, micro_batch_size=cut.micro))
             for cut in cuts
         ],
     )
     return [
-        asdict(cut)
+        row
         | {
             "step_s": float(found.step_s[index]),
             "memory_bytes": float(found.memory_bytes[index]),
             "fits": bool(found.memory_bytes[index] <= cluster.memory_bytes),
         }
-        for index, cut in enumerate(cuts)
+        for index, row in enumerate(rows)
     ]
 
 
 def _print(base: Strategy, rows: Sequence[dict[str, Any]]) -> None:
     is_predicted = "step_s" in rows[0]
-    table = Table(title=f"train_batch_size {base.global_batch_size}, ZeRO {base.zero_stage}")
+    tp = f", TP{base.layout.tp}" if base.layout.tp > 1 else ""
+    table = Table(title=f"train_batch_size {base.global_batch_size}, ZeRO {base.zero_stage}{tp}")
     for name in ("GPUs", "micro-batch", "accumulation"):
         table.add_column(name, justify="right")
     if is_predicted:
         for name in ("s per step", "GB per GPU", ""):
             table.add_column(name, justify="right")
     for row in rows:
-        cells = [str(row[name]) for name in ("ranks", "micro", "accumulation")]
+        cells = [str(row[name]) for name in ("gpus", "micro", "accumulation")]
         if is_predicted:
             fits = "" if row["fits"] else "does not fit"
             cells += [f"{row['step_s']:.3g}", f"{row['memory_bytes'] / 1e9:.3g}", fits]

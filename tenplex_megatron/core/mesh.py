@@ -1,8 +1,8 @@
 """Which global rank stands where in a parallel layout, and which ranks form an axis group.
 
-Ranks follow Megatron's default order tp-cp-ep-dp-pp: the tensor axis varies fastest, the pipeline
-axis slowest. Experts see the same ranks through a second grid, in which the data and context
-axes are cut into an expert axis and an expert data axis.
+Ranks follow the order tp-cp-ep-dp-pp: the tensor axis varies fastest, the pipeline axis slowest.
+Experts see the same ranks through a second grid, in which the data and context axes are cut into an
+expert axis and an expert data axis.
 """
 
 import itertools

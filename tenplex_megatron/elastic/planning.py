@@ -43,7 +43,8 @@ def rules_of(
         if named is None
         else load_profile(ModelProfile, path.parent / named)
     )
-    job = Job(model=model, base=arguments.strategy(argv), layouts=policy.layouts)
+    base = arguments.strategy(argv)
+    job = Job(model=model, base=base, layouts=policy.layouts or arguments.usual_layouts(argv))
     name = policy.planner.cluster or _cluster_of(policy.device, policy)
     try:
         file = cluster_file(name, path.parent)

@@ -200,7 +200,7 @@ class _Meeting:
 
 
 def _speak_on_first_rank() -> None:
-    """One worker tells on stderr what happens here, wherever Megatron's own log goes."""
+    """One worker tells on stderr what happens here, wherever the framework's own log goes."""
     ours = logging.getLogger("tenplex_megatron")
     if os.environ["RANK"] != "0" or ours.handlers:
         return
@@ -208,7 +208,7 @@ def _speak_on_first_rank() -> None:
     handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s tenplex: %(message)s"))
     ours.addHandler(handler)
     ours.setLevel(logging.INFO)
-    # Megatron sets up the root logger too; nothing is to be said twice.
+    # Frameworks set up the root logger too; nothing is to be said twice.
     ours.propagate = False
 
 

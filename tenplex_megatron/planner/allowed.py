@@ -21,6 +21,7 @@ __all__ = [
     "allowed_layouts",
     "allowed_strategies",
     "check_layout",
+    "legal_worlds",
     "smallest_world",
 ]
 
@@ -38,7 +39,7 @@ class Job:
     """What the user's own flags say; all but the layout stays as it is there."""
     layouts: tuple[str, ...] | None = None
     """Patterns such as TP2,PP2; None for every layout Megatron runs, or for data parallelism alone
-    where the model is not known."""
+    where the model is not known. Frameworks with other rules always have patterns."""
 
     def strategy(self, layout: ParallelLayout) -> Strategy:
         """The strategy that trains `layout`; without a micro-batch size it has the user's."""
@@ -166,6 +167,19 @@ def smallest_world(job: Job) -> ParallelLayout | None:
     if not found:
         return None
     return job.layout(min(found, key=lambda strategy: strategy.layout.world_size))
+
+
+def legal_worlds(job: Job, most: int) -> list[int]:
+    """Every number of devices up to `most` that a layout of the policy's patterns fills."""
+    found: set[int] = set()
+    for text in job.layouts or _DATA_PARALLEL:
+        pattern = LayoutPattern.parse(text)
+        count = most // pattern.replica_size
+        pinned = pattern.data_parallel
+        sizes = range(1, count + 1) if pinned is None else [pinned] if pinned <= count else []
+        legal = (strategy for strategy, _ in _tried(job, pattern, sizes) if strategy is not None)
+        found |= {strategy.layout.world_size for strategy in legal}
+    return sorted(found)
 
 
 def _every_strategy(job: Job, model: ModelProfile, sizes: Sequence[int]) -> list[Strategy]:

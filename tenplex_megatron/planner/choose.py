@@ -10,7 +10,13 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from tenplex_megatron.errors import ConfigError
-from tenplex_megatron.planner.allowed import Job, allowed_strategies, smallest_world
+from tenplex_megatron.planner.allowed import (
+    Job,
+    allowed_strategies,
+    legal_worlds,
+    smallest_world,
+)
+from tenplex_megatron.planner.batches import richer_batches
 from tenplex_megatron.planner.cluster import ClusterProfile
 from tenplex_megatron.planner.moves import Placement, Source, StateSizes
 from tenplex_megatron.planner.placement import place_ranks
@@ -23,6 +29,8 @@ __all__ = ["Choice", "Option", "Outlook", "choose", "decide", "placement_of"]
 _MOST_OPTIONS = 64
 """Only so many of the fastest strategies are weighed with their moves."""
 _RUNNERS_UP = 5
+_MOST_TIMES = 8
+"""Other numbers of devices are named up to so many times those that there are."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -257,8 +265,20 @@ def _nothing_legal(job: Job, total: int, illegal: Sequence[tuple[str, str]]) -> 
     problem = f"no allowed layout fits {total} devices ({reasons or 'none is legal'})"
     fit = smallest_world(job)
     if fit is None:
-        return f"{problem}; none would fit any other number"
-    return f"{problem}; {fit} would fit {fit.world_size}"
+        return f"{problem}; none would fit any other number{_other_batches(job, total)}"
+    worlds = legal_worlds(job, _MOST_TIMES * max(total, fit.world_size))
+    others = ", ".join(str(world) for world in worlds if world != fit.world_size)
+    return f"{problem}; {fit} would fit {fit.world_size}{others and f', and others {others}'}"
+
+
+def _other_batches(job: Job, total: int) -> str:
+    """What would run where no number of ranks divides the batch."""
+    batch, micro = job.base.global_batch_size, job.base.micro_batch_size
+    if batch % micro == 0:
+        return ""
+    richer = richer_batches(batch, (micro,), range(1, total + 1))
+    offers = ", ".join(f"{other} on {count} numbers of ranks" for other, count in richer)
+    return offers and f"; batches nearby that run: {offers}"
 
 
 def _nothing_fits(

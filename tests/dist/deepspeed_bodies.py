@@ -1,12 +1,15 @@
 """What single ranks do in the tests of DeepSpeed's state, besides `deepspeed_worlds`."""
 
-from collections.abc import Callable
+import itertools
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from deepspeed_models import BATCH, Job, build, micro_batches
-from deepspeed_worlds import prepare_rank, train
+from deepspeed_engines import build
+from deepspeed_models import BATCH, WIDTH, Job, micro_batches
+from deepspeed_worlds import prepare_rank, train, unlike_masters
 
+from tenplex_megatron.adapters.sampler import ElasticSampler
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import LayoutError, TenplexError
 
@@ -37,6 +40,29 @@ def boxes_beside_deepspeed(rank: int, job: Job) -> list[str]:
     if job.layout.world_size == 1 and seen != wholes.keys():
         wrong.extend(sorted(wholes.keys() - seen))
     return wrong
+
+
+def unlike_fresh_masters(rank: int, jobs: Sequence[Job]) -> list[str]:
+    """Weights of this rank that are not their masters, right after the start of an engine."""
+    prepare_rank(rank)
+    wrong = []
+    for job in jobs:
+        engine = build(job, seed=1)
+        wrong.extend(f"{job.name}: {weights}" for weights in unlike_masters(engine))
+        engine.destroy()
+    return wrong
+
+
+def first_samples(rank: int, job: Job) -> list[int]:
+    """What this rank reads in the first step."""
+    from tenplex_megatron.adapters.deepspeed.state import DeepSpeedState
+
+    prepare_rank(rank)
+    engine = build(job, seed=1)
+    sampler = ElasticSampler(2 * BATCH, shuffle=False)
+    DeepSpeedState(engine, sampler)
+    batches = itertools.islice(sampler.batches(), engine.gradient_accumulation_steps())
+    return [sample for batch in batches for sample in batch]
 
 
 def snapshot_within_window(rank: int, job: Job) -> tuple[str, int]:
@@ -70,6 +96,27 @@ def with_stranger(engine: torch.nn.Module) -> None:
     engine.optimizer.add_param_group({"params": [torch.nn.Parameter(torch.zeros(3))]})
 
 
+def with_partial_offload(engine: torch.nn.Module) -> None:
+    engine.optimizer.offload_optimizer = True
+    engine.optimizer.partial_offload = 0.5
+
+
+def with_transposed(engine: torch.nn.Module) -> None:
+    engine.module.frozen.data = engine.module.frozen.data.t().contiguous().t()
+
+
+def with_expanded(engine: torch.nn.Module) -> None:
+    engine.module.block.scale = torch.ones(()).expand(WIDTH)
+
+
+def with_sharded_lora(engine: torch.nn.Module) -> None:
+    from deepspeed.linear import LoRAConfig, OptimizedLinear
+
+    layer = OptimizedLinear(4, 4, lora_config=LoRAConfig(lora_r=2), dtype=torch.float32)
+    layer.zero_shards = 2
+    engine.module.adapted = layer
+
+
 def with_autocast(engine: torch.nn.Module) -> None:
     engine._config.torch_autocast_enabled = True
     engine._config.torch_autocast_dtype = torch.float16
@@ -89,6 +136,10 @@ ENGINES: dict[str, tuple[int, Callable[[Any], None]]] = {
     "random_ltd": (1, lambda engine: setattr(engine, "random_ltd_enabled", lambda: True)),
     "autocast": (1, with_autocast),
     "nvme": (3, lambda engine: setattr(engine.optimizer, "swap_optimizer", True)),
+    "partial offload": (3, with_partial_offload),
+    "transposed": (1, with_transposed),
+    "expanded": (0, with_expanded),
+    "sharded": (1, with_sharded_lora),
     "stranger": (0, with_stranger),
     "mpu": (1, lambda engine: setattr(engine, "mpu", SplitInTwo())),
     "sequences": (1, lambda engine: setattr(engine, "sequence_parallel_size", 2)),
@@ -97,25 +148,27 @@ ENGINES: dict[str, tuple[int, Callable[[Any], None]]] = {
 PROGRESS: dict[str, Callable[[dict[str, Any]], None]] = {
     "batch": with_twice_the_batch,
     "group": with_mixed_groups,
-    "client": lambda progress: progress.update(client={"epoch": 1}),
 }
 """What becomes of the progress of a rank."""
 
 
-def refusal_of(rank: int, change: str) -> str:
-    """What a state says about an engine, or about progress, that it can't continue."""
+def refusals(rank: int, changes: Sequence[str]) -> dict[str, str]:
+    """What a state says about engines, or about progress, that it can't continue."""
+    prepare_rank(rank)
+    return {change: _refusal(change) for change in changes}
+
+
+def _refusal(change: str) -> str:
     from tenplex_megatron.adapters.deepspeed.state import DeepSpeedState
 
-    prepare_rank(rank)
     stage, spoil = ENGINES.get(change, (1, id))
     engine = build(Job(ParallelLayout(zero_stage=stage)), seed=1)
     spoil(engine)
     try:
         state = DeepSpeedState(engine)
-        progress = [state.progress(), state.progress()]
-        PROGRESS.get(change, id)(progress[1])
-        # A client's state is refused where ranks differ, everything else where all agree.
-        state.load_progress(progress if change == "client" else progress[1:])
+        progress = state.progress()
+        PROGRESS.get(change, id)(progress)
+        state.load_progress([progress])
     except TenplexError as error:
         return str(error)
     return "nothing"

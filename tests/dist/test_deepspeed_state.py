@@ -4,6 +4,7 @@ import itertools
 import multiprocessing
 import os
 from collections.abc import Iterator
+from dataclasses import replace
 from multiprocessing import forkserver
 from pathlib import Path
 
@@ -17,12 +18,18 @@ from check_deepspeed import (
     reason_of,
     run_check,
 )
-from deepspeed_models import Job
+from deepspeed_models import BATCH, Job
 from deepspeed_worlds import Outcome, run_sources, run_targets
 
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.testing.spawn import run_ranks
-from tests.dist.deepspeed_bodies import boxes_beside_deepspeed, refusal_of, snapshot_within_window
+from tests.dist.deepspeed_bodies import (
+    boxes_beside_deepspeed,
+    first_samples,
+    refusals,
+    snapshot_within_window,
+    unlike_fresh_masters,
+)
 
 QUICK = {check.title: check for check in all_checks(quick=True)}
 # What these two have on top is covered by "BF16 optimizer" and the test of kinds, in less time.
@@ -63,6 +70,8 @@ def test_a_check_says_which_tensors_and_losses_differ() -> None:
     target = Outcome({"a": 1, "b": 3, "d": 4}, (1.5,))
     assert reason_of(source, target) == "3 of 4 tensors differ: b, c, d"
     assert reason_of(source, source) is None
+    scaled = replace(source, scale=(2.0, 1, 0))
+    assert reason_of(source, scaled) == "loss scale (2.0, 1, 0) instead of ()"
     assert difference_of(source, target) == 0.5
 
 
@@ -89,13 +98,66 @@ def test_every_optimizer_and_precision_goes_to_every_stage(
     assert_exact(run_check(Check("kinds", pairs, tolerance, steps), store_directory))
 
 
+def test_sixteen_bit_pipelines_go_to_each_other(store_directory: Path) -> None:
+    kind = {"model": "pipeline", "precision": "bf16"}
+    one, two, whole = (
+        Job(ParallelLayout(pp=2, zero_stage=0), **kind),
+        Job(ParallelLayout(pp=2, zero_stage=1), **kind),
+        Job(ParallelLayout(dp=2, zero_stage=1), **kind),
+    )
+    pairs = ((one, two), (two, one), (one, whole), (whole, one))
+    assert_exact(run_check(Check("pipelines", pairs, 0.02, 1), store_directory))
+
+
+def test_words_that_are_cut_unevenly_go_to_other_cuts(store_directory: Path) -> None:
+    shapes = ({"tp": 2, "zero_stage": 1}, {"tp": 4, "zero_stage": 3}, {"zero_stage": 0})
+    jobs = [Job(ParallelLayout(**shape), model="vocabulary") for shape in shapes]
+    pairs = tuple(zip(jobs, [*jobs[1:], jobs[0]], strict=True))
+    assert_exact(run_check(Check("vocabulary", pairs), store_directory))
+
+
+def test_samplers_follow_the_axes_of_the_layout() -> None:
+    job = Job(ParallelLayout(tp=2, dp=2, zero_stage=1), model="split")
+    first, same, second, same_again = run_ranks(first_samples, 4, 120.0, job)
+    assert (first, second) == (same, same_again)
+    assert sorted(first + second) == list(range(BATCH))
+
+
 def test_a_job_with_dropout_goes_on_bit_for_bit_where_the_world_stays(
     store_directory: Path,
 ) -> None:
     source, target = zero(1, 2, dropout=0.2), zero(2, 2, dropout=0.2)
-    trained = run_ranks(run_sources, 2, 120.0, store_directory, [source])[0][0]
-    resumed = run_ranks(run_targets, 2, 120.0, store_directory, [(source, target)], 5)[0][0]
+    trained = run_ranks(run_sources, 2, 120.0, store_directory, [source])
+    resumed = run_ranks(run_targets, 2, 120.0, store_directory, [(source, target)], 5)
     assert resumed == trained
+    assert trained[0][0].streams != trained[1][0].streams
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_every_fresh_weight_is_its_master_in_its_type(world: int) -> None:
+    kinds = [(stage, options) for stage in (1, 2) for options in ("", "round-robin", "aligned")]
+    jobs = [
+        zero(stage, world, precision=precision, options=options)
+        for stage, options in [*kinds, (3, "")]
+        for precision in ("fp32", "bf16")
+    ]
+    jobs.append(zero(1, world, precision="bf16-fp32-grads"))
+    assert run_ranks(unlike_fresh_masters, world, 120.0, jobs) == [[]] * world
+
+
+def test_other_configurations_of_zero_go_to_each_other(store_directory: Path) -> None:
+    robin = [zero(stage, world, options="round-robin") for stage, world in ((1, 2), (2, 3))]
+    offloaded = [zero(stage, 2, options="offloaded") for stage in (1, 2, 3)]
+    pairs = (
+        (robin[0], zero(1, 3, options="round-robin")),
+        (robin[1], zero(2, 2, options="round-robin")),
+        (zero(2, 2, options="round-robin"), zero(0, 1)),
+        (robin[0], zero(2, 3, options="aligned")),
+        (zero(1, 2, options="aligned"), zero(3, 3)),
+        *((one, zero(3, 3, options="offloaded")) for one in offloaded),
+        *((zero(3, 2), one) for one in offloaded[:2]),
+    )
+    assert_exact(run_check(Check("configurations", pairs), store_directory))
 
 
 @pytest.mark.parametrize("stage", [1, 2, 3])
@@ -111,21 +173,29 @@ def test_an_export_within_an_accumulation_window_is_refused_and_possible_after_i
     assert step == 2
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        ("nothing", "nothing"),
-        ("no optimizer", "the engine has no optimizer"),
-        ("random_ltd", "random_ltd: it keeps state of its own that is not carried"),
-        ("autocast", "torch_autocast in float16: it keeps state of its own"),
-        ("nvme", "ZeRO stage 3 offloads to NVMe"),
-        ("stranger", "a parameter of shape (3,) is trained but is not one of the engine's module"),
-        ("mpu", "the model is split over 2 ranks by an mpu of its own"),
-        ("sequences", "sequences are split over 2 ranks, and no layout says so"),
-        ("client", "ranks of the snapshot disagree on client"),
-        ("batch", "the snapshot was taken with 24, this run has 12"),
-        ("group", "was not one group in the snapshot"),
-    ],
-)
-def test_what_can_not_go_on_is_said(change: str, message: str) -> None:
-    assert message in run_ranks(refusal_of, 1, 120.0, change)[0]
+REFUSALS = {
+    "nothing": "nothing",
+    "no optimizer": "the engine has no optimizer",
+    "random_ltd": "random_ltd: it keeps state of its own that is not carried",
+    "autocast": "torch_autocast in float16: it keeps state of its own",
+    "nvme": "ZeRO stage 3 offloads to NVMe",
+    "partial offload": "offload_optimizer.ratio is 0.5",
+    "transposed": "frozen: a tensor of shape (5, 7) has strides (1, 5)",
+    "expanded": "block.scale: a tensor of shape (7,) has strides (0,)",
+    "sharded": "adapted: its base weight is split over 2 ranks",
+    "stranger": "a parameter of shape (3,) is trained but is not one of the engine's module",
+    "mpu": "the model is split over 2 ranks by an mpu of its own",
+    "sequences": "sequences are split over 2 ranks, and no layout says so",
+    "batch": "the snapshot was taken with 24, this run has 12",
+    "group": "was not one group in the snapshot",
+}
+
+
+@pytest.fixture(scope="module")
+def said() -> dict[str, str]:
+    return run_ranks(refusals, 1, 120.0, list(REFUSALS))[0]
+
+
+@pytest.mark.parametrize("change", REFUSALS)
+def test_what_can_not_go_on_is_said(change: str, said: dict[str, str]) -> None:
+    assert REFUSALS[change] in said[change]

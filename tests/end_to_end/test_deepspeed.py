@@ -25,6 +25,7 @@ from tenplex_megatron.elastic.report import (
 HERE = Path(__file__).parent
 README = (HERE.parents[1] / "README.md").read_text()
 SCRIPT = HERE / "deepspeed_train.py"
+PIPELINE = HERE / "deepspeed_pipeline.py"
 STEPS = 12
 BATCH = 12
 TENPLEX = [sys.executable, "-m", "tenplex_megatron.cli.main", "run", "--standalone"]
@@ -35,6 +36,7 @@ DEEPSPEED = [
 ]
 MODULE = ["--module", "tenplex_megatron.run"]
 CALM: dict[str, Any] = {"framework": "deepspeed", "device": "cpu", "audit": {"samples": True}}
+STAGE_1 = {"zero_optimization": {"stage": 1}}
 STAGES = ["DP4,ZERO3", "DP3,ZERO1", "DP2,ZERO2", "DP1,ZERO0"]
 
 pytestmark = pytest.mark.timeout(400)
@@ -43,8 +45,15 @@ pytestmark = pytest.mark.timeout(400)
 class Job:
     """One job in a folder of its own."""
 
-    def __init__(self, folder: Path, policy: dict[str, Any], config: dict[str, Any]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        policy: dict[str, Any],
+        config: dict[str, Any],
+        script: Path = SCRIPT,
+    ) -> None:
         self.folder = folder
+        self._script = script
         self.run_dir = folder / "run"
         folder.mkdir()
         settings = {
@@ -67,7 +76,7 @@ class Job:
             "--redirects=3",
         ]
         words = [
-            *(str(SCRIPT), f"--steps={STEPS}", f"--deepspeed_config={self.config}"),
+            *(str(self._script), f"--steps={STEPS}", f"--deepspeed_config={self.config}"),
             *(f"--elastic-policy={self.policy}", *script),
         ]
         if launcher is TENPLEX:
@@ -94,8 +103,9 @@ def make(tmp_path: Path) -> Iterator[Callable[..., tuple[Job, subprocess.Popen[s
         launcher: list[str],
         *script: str,
         config: dict[str, Any] | None = None,
+        path: Path = SCRIPT,
     ) -> tuple[Job, subprocess.Popen[str]]:
-        job = Job(tmp_path / f"job-{len(started)}", policy, config or {})
+        job = Job(tmp_path / f"job-{len(started)}", policy, config or {}, path)
         started.append(job.start(launcher, *script))
         return job, started[-1]
 
@@ -152,9 +162,11 @@ def test_a_job_changes_stage_and_world_live(calm: Job, make: Callable[..., Any])
 
 
 def test_under_its_own_launcher_a_job_survives_the_kill_of_a_rank(
-    calm: Job, make: Callable[..., Any]
+    tmp_path: Path, calm: Job, make: Callable[..., Any]
 ) -> None:
-    job, process = make({**CALM, "snapshot": {"every_steps": 1}}, DEEPSPEED)
+    # A ZeRO checkpoint of four ranks, which three could not load.
+    policy = {**CALM, "snapshot": {"every_steps": 1}}
+    job, process = make(policy, DEEPSPEED, f"--save={tmp_path / 'checkpoint'}")
     kill_rank(job, process, 2, after=5)
     said, _ = process.communicate(timeout=200)
     assert process.returncode == 0, said
@@ -162,18 +174,44 @@ def test_under_its_own_launcher_a_job_survives_the_kill_of_a_rank(
     assert (change.source.dp, change.target.dp) == (4, 3)
     assert "signal 9" in change.cause
     assert change.steps_lost <= 2
+    assert (tmp_path / "checkpoint/latest").exists()
+
+
+def test_a_pipeline_goes_on_with_other_stages(tmp_path: Path, make: Callable[..., Any]) -> None:
+    policy = {**CALM, "layouts": ["PP2"]}
+    calm, process = make(policy, TENPLEX, "--stages=topology", path=PIPELINE, config=STAGE_1)
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    policy = {**CALM, "layouts": ["PP2,DP2", "PP1,DP3"], "schedule": {4: 3}}
+    policy["audit"] = {"samples": True, "state": True}
+    save = f"--save={tmp_path / 'checkpoint'}"
+    job, process = make(policy, TENPLEX, save, path=PIPELINE, config=STAGE_1)
+    said, _ = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    run = check_against(calm, job)
+    (change,) = summarise_changes(run)
+    assert (str(change.source), str(change.target)) == ("TP1,PP2,DP2", "TP1,PP1,DP3")
+    assert unequal_tensors(run) == ()
 
 
 @pytest.mark.parametrize(
     ("script", "policy", "config", "said"),
     [
         (["--mode=twice"], {}, {}, "this engine is elastic already; call it once"),
-        (["--mode=never"], {}, {}, "ended without training under the elastic hooks"),
+        (["--mode=never"], {}, {}, "an engine is trained that was not handed to elastic(engine)"),
         ([], {"layouts": ["TP2"]}, {}, "no 'tensor_parallel' block that says how TP splits"),
         ([], {}, {"train_batch_size": 3, "train_micro_batch_size_per_gpu": 2}, "none would fit"),
+        (["--stages=wrong"], {"layouts": ["PP2"]}, STAGE_1, "the axes {'pipe': 1, 'data': 4, "),
         ([], {"layouts": ["PP2"]}, {}, "pipelines run with ZeRO 0 or 1, got stage 3"),
     ],
-    ids=["wrapped twice", "never wrapped", "no way to split", "no batch", "stage of a pipeline"],
+    ids=[
+        "wrapped twice",
+        "never wrapped",
+        "no way to split",
+        "no batch",
+        "other stages",
+        "stage of a pipeline",
+    ],
 )
 def test_what_is_wrong_ends_the_job_with_one_sentence(
     make: Callable[..., Any],
@@ -182,7 +220,8 @@ def test_what_is_wrong_ends_the_job_with_one_sentence(
     config: dict[str, Any],
     said: str,
 ) -> None:
-    _, process = make({**CALM, **policy}, TENPLEX, *script, config=config)
+    path = PIPELINE if script and "stages" in script[0] else SCRIPT
+    _, process = make({**CALM, **policy}, TENPLEX, *script, config=config, path=path)
     output, _ = process.communicate(timeout=200)
     assert process.returncode == 2, output
     (sentence,) = [line for line in output.splitlines() if line.startswith("tenplex run: ")]

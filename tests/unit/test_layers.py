@@ -1,6 +1,7 @@
-"""Does every module import only lower layers, and third parties only where they belong?"""
+"""Does every module know only what its layer may: lower layers, its third parties, no framework?"""
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -40,6 +41,9 @@ ALLOWED_IN = {
 STANDS_ON = {f"{PACKAGE}.adapters.huggingface": f"{PACKAGE}.adapters.deepspeed"}
 # Standing in for CUDA patches the frameworks that are there, and must load without them.
 LATE_IN = {"megatron": f"{PACKAGE}.cpu", "deepspeed": f"{PACKAGE}.cpu"}
+# What moves state names no framework, not even in a comment.
+KNOW_NO_FRAMEWORK = ("core", "store", "transport", "execution", "elastic")
+FRAMEWORK = re.compile("megatron|deepspeed|transformers|hugging", re.IGNORECASE)
 
 
 def imports(tree: ast.Module) -> Iterator[tuple[ast.stmt | ast.Call, str, int]]:
@@ -193,3 +197,36 @@ def test_a_forbidden_import_is_found(module: str, line: str) -> None:
 )
 def test_an_allowed_import_passes(module: str, line: str) -> None:
     assert violations(f"{PACKAGE}.{module}".strip("."), line) == []
+
+
+def framework_lines(source: str) -> list[str]:
+    """The lines that name a framework; the package's own name does not count."""
+    lines = source.splitlines()
+    return [line for line in lines if FRAMEWORK.search(line.replace(PACKAGE, ""))]
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        name
+        for name in SOURCES
+        if is_inside(name, tuple(f"{PACKAGE}.{layer}" for layer in KNOW_NO_FRAMEWORK))
+    ],
+)
+def test_what_moves_state_names_no_framework(module: str) -> None:
+    assert framework_lines(SOURCES[module].read_text()) == []
+
+
+@pytest.mark.parametrize(
+    ("line", "is_found"),
+    [
+        ("x = 1  # as Megatron does", True),
+        ("message = 'DeepSpeed'", True),
+        ("def megatron_flags(): ...", True),
+        ("from tenplex_megatron.huggingface import x", True),
+        ("from tenplex_megatron.core.region import Region", False),
+        ("logging.getLogger('tenplex_megatron')", False),
+    ],
+)
+def test_a_word_of_a_framework_is_found(line: str, is_found: bool) -> None:
+    assert bool(framework_lines(line)) == is_found

@@ -32,16 +32,27 @@ def parts_of_shard(
     """The parts of one local parameter of this shape.
 
     Raises:
-        UnsupportedLayoutError: DeepSpeed knows no map, or one that is not made of boxes.
+        UnsupportedLayoutError: DeepSpeed knows no map, one of other shapes, or one that is not made
+            of boxes.
     """
     experts: Any = vars(parameter).get(DS_AUTOEP_UC_META)
     if experts:
-        affine_map = ParamAffineMap.from_dict(experts[AFFINE_MAP])
-        return parts_of_map(key, affine_map, experts[AUTOEP_PARAM_EP_RANK])
-    split: Any = vars(parameter).get(DS_AUTOTP_UC_META)
-    if not split or split["replicated"]:
-        return (Part(key, shape, False, Region.full(shape), 0),)
-    return parts_of_map(key, _map_of_split(key, split), tp_rank)
+        affine_map, rank = (
+            ParamAffineMap.from_dict(experts[AFFINE_MAP]),
+            experts[AUTOEP_PARAM_EP_RANK],
+        )
+    else:
+        split: Any = vars(parameter).get(DS_AUTOTP_UC_META)
+        if not split or split["replicated"]:
+            return (Part(key, shape, False, Region.full(shape), 0),)
+        affine_map, rank = _map_of_split(key, split), tp_rank
+    shards = affine_map.shard_shapes
+    if rank not in shards or tuple(shards[rank]) != shape:
+        raise UnsupportedLayoutError(
+            f"{key}: rank {rank} of its split has the shape {shape}, DeepSpeed's affine map says "
+            f"{shards.get(rank, 'nothing')}; save and load a checkpoint instead"
+        )
+    return parts_of_map(key, affine_map, rank)
 
 
 def _map_of_split(key: str, split: dict[str, Any]) -> ParamAffineMap:

@@ -4,10 +4,10 @@ Nothing of DeepSpeed is imported, so that a launcher can ask before any worker e
 """
 
 import hashlib
+import itertools
 import json
 import re
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -18,6 +18,8 @@ from tenplex_megatron.adapters.deepspeed.config import (
     described_strategy,
     for_layout,
     read_config,
+    refuse_elasticity,
+    tensor_parallel_size,
 )
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
@@ -31,19 +33,30 @@ _CONFIG_FLAGS = ("--deepspeed_config", "--deepspeed-config", "--deepspeed")
 _WHERE_AND_HOW_FAST = (
     *("train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "tensor_parallel"),
     *("steps_per_print", "wall_clock_breakdown", "dump_state", "comms_logger", "flops_profiler"),
-    *("zero_optimization", "activation_checkpointing", "data_types"),
+    *("zero_optimization", "activation_checkpointing", "data_types", "memory_breakdown"),
+    *("tensorboard", "wandb", "csv_monitor", "comet"),
 )
 """Keys of the configuration that do not change what is trained."""
 
-_SAME_TRAINING = (
-    *_CONFIG_FLAGS,
-    *("--local_rank", "--elastic[_-]policy"),
-    # how long it trains, and where it writes
-    *("--*steps", "--*iters", "--*epochs", "--output*", "--log*", "--save*"),
-    # how a batch is cut
-    *("--*micro*batch*", "--per_device_*", "--gradient_accumulation*"),
+_STEPS = "(steps|iters|iterations|epochs)"
+_SAME_TRAINING = re.compile(
+    rf"""
+        deepspeed | deepspeed_config | local_rank | elastic_policy
+        # How long it trains: not what only begins with such a word, or is a part of the schedule.
+        | ((max|num|total|train|training)_)* {_STEPS}
+        # Where it writes and what it says, and how often it does and is evaluated.
+        | output(_(dir|path|folder|file))? | save(_.*)? | logging_.* | report_to | run_name
+        | log(_?dir|_(path|folder|file|level|to|every_.*))? | (wandb|tensorboard)_.*
+        | (log|print|report|checkpoint|ckpt|eval|evaluation|val|valid|validation|test)_
+          ({_STEPS} | interval | every | freq | frequency | strategy | batch_size)
+        # How a batch is cut.
+        | .*micro.*batch.* | per_device_.* | grad(ient)?_accum.*
+    """,
+    re.VERBOSE,
 )
-"""Patterns of usual flags that do not change what is trained."""
+"""Names of usual flags that do not change what is trained, with underscores for hyphens."""
+
+_PRECISIONS = ("bf16", "fp16")
 
 
 class DeepSpeedArguments(ArgumentAdapter):
@@ -83,7 +96,17 @@ class DeepSpeedArguments(ArgumentAdapter):
 
     def strategy(self, argv: Sequence[str]) -> Strategy:
         """See `ArgumentAdapter.strategy`."""
-        return described_strategy(_config(argv))
+        config = _config(argv)
+        for name in _PRECISIONS:
+            block = config.get(name)
+            if isinstance(block, dict) and block.get("enabled") == "auto":
+                # The Trainer of Transformers fills in its own flags.
+                block["enabled"] = _is_switched_on(argv, f"--{name}")
+        return described_strategy(config)
+
+    def usual_layouts(self, argv: Sequence[str]) -> tuple[str, ...]:
+        """See `ArgumentAdapter.usual_layouts`; only the script knows whether it is a pipeline."""
+        return (f"TP{tensor_parallel_size(_config(argv))}",)
 
     def layout_arguments(
         self, argv: Sequence[str], layout: ParallelLayout, allowed: Sequence[ParallelLayout]
@@ -116,7 +139,9 @@ def _config(argv: Sequence[str]) -> dict[str, Any]:
             "--deepspeed_config is missing from the training script's flags; the batch of every "
             "layout is computed from that file: add --deepspeed_config FILE"
         )
-    return read_config(path)
+    config = read_config(path)
+    refuse_elasticity(config, path)
+    return config
 
 
 def _config_path(argv: Sequence[str]) -> Path | None:
@@ -137,6 +162,17 @@ def _config_path(argv: Sequence[str]) -> Path | None:
     return found
 
 
+def _is_switched_on(argv: Sequence[str], flag: str) -> bool:
+    """Whether a switch is given, and not with a value that switches it off.
+
+    >>> [_is_switched_on(argv, "--bf16") for argv in (["--bf16"], ["--bf16=False"], [])]
+    [True, False, False]
+    """
+    words = [*(word for token in argv for word in _split(token)), ""]
+    found = [after for word, after in itertools.pairwise(words) if word == flag]
+    return bool(found) and found[-1].lower() not in ("false", "f", "no", "n", "0")
+
+
 def _kept(argv: Sequence[str]) -> list[str]:
     """The flags and values that say what is trained, however they are spelled.
 
@@ -149,8 +185,8 @@ def _kept(argv: Sequence[str]) -> list[str]:
     flag = ""
     for word in words:
         if word.startswith("--"):
-            flag = word
-        if word != path and not any(fnmatchcase(flag, pattern) for pattern in _SAME_TRAINING):
+            flag = word.removeprefix("--").replace("-", "_")
+        if word != path and not _SAME_TRAINING.fullmatch(flag):
             kept.append(word)
         elif not word.startswith("--"):
             flag = ""  # a flag of one value: what follows is not its own

@@ -1,31 +1,44 @@
 """Where does a DeepSpeed training loop call us?
 
-`deepspeed.initialize` is wrapped so that the engine is built for this generation's layout; the
-engine's own methods are wrapped when the script hands it over with `elastic`. All wrappers pass
-every argument through.
+The engine's own methods are wrapped when the script hands it over with `elastic`.  All wrappers
+pass every argument through.
 """
 
-import functools
 import importlib
+import inspect
 import itertools
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import deepspeed
 import torch
 import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from tenplex_megatron.adapters.base import FrameworkAdapter, StepObserver
-from tenplex_megatron.adapters.deepspeed.config import for_layout, read_config
-from tenplex_megatron.adapters.deepspeed.state import DeepSpeedState
+from tenplex_megatron.adapters.deepspeed.building import Builder, is_elastic, set_elastic
+from tenplex_megatron.adapters.deepspeed.state import DeepSpeedState, bind_sampler
 from tenplex_megatron.adapters.sampler import ElasticSampler
+from tenplex_megatron.adapters.wrapping import add_policy_flag, wrap
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
+from tenplex_megatron.store.values import encode_value
 
-__all__ = ["DeepSpeedAdapter", "elastic"]
+__all__ = ["DeepSpeedAdapter", "elastic", "imports_state"]
 
-_observers: list[StepObserver] = []
+
+@dataclass(slots=True)
+class _Launch:
+    """What an elastic launcher installed in this process, and whether the script has used it."""
+
+    observer: StepObserver
+    builder: Builder
+    has_engine: bool = False
+
+
+_launches: list[_Launch] = []
+"""At most one."""
 
 
 class DeepSpeedAdapter(FrameworkAdapter):
@@ -34,11 +47,15 @@ class DeepSpeedAdapter(FrameworkAdapter):
     def install(self, observer: StepObserver, layout: ParallelLayout) -> None:
         """See `FrameworkAdapter.install`."""
         _skip_compilation()
-        _observers[:] = [observer]
-        _wrap(deepspeed, "initialize", functools.partial(_initialize, layout=layout))
-        pipe = importlib.import_module("deepspeed.runtime.pipe.module")
-        _wrap(pipe.PipelineModule, "__init__", functools.partial(_cut_stages, layout=layout))
-        _wrap(deepspeed, "add_config_arguments", _add_flag)
+        builder = Builder(layout, snapshot_follows=observer.imports_state)
+        builder.install()
+        _launches[:] = [_Launch(observer, builder)]
+        wrap(deepspeed, "add_config_arguments", add_policy_flag)
+
+
+def imports_state() -> bool:
+    """Whether `elastic` will set the state of a snapshot, so that no checkpoint is needed."""
+    return any(launch.observer.imports_state for launch in _launches)
 
 
 def elastic(
@@ -57,25 +74,45 @@ def elastic(
         engine: what `deepspeed.initialize` returned.
         sampler: deals the samples, so that they go on where they stopped.
         steps: how many steps will be trained; the last one is then kept for a later start.
-        client_state: plain values of the script that travel along; replaced in place by an import.
+        client_state: plain values of the script that travel along, as numbers, text, lists and
+            dicts of Python; those of rank 0 count, and replace the others in place at an import.
 
     Returns:
         The same engine.
 
     Raises:
-        ConfigError: the engine is elastic already.
+        ConfigError: the engine is elastic already, is not built for this generation's layout, or
+            reads data whose position could not be kept.
+        StoreError: `client_state` holds what is no plain value.
     """
-    if getattr(engine, "tenplex_state", None) is not None:
+    if is_elastic(engine):
         raise ConfigError("elastic(engine): this engine is elastic already; call it once")
-    state = DeepSpeedState(engine, sampler, client_state)
-    engine.tenplex_state = state
-    if not _observers:
+    if not _launches:
+        set_elastic(engine)
+        bind_sampler(engine, sampler)
         return engine
-    observer = _observers[0]
-    if sampler is not None and observer.audits_samples:
-        _audit_samples(sampler, observer)
-    observer.on_built(state)
-    _Loop(engine, state, observer, steps).hook()
+    (launch,) = _launches
+    if launch.has_engine:
+        raise ConfigError(
+            "elastic(engine): another engine of this script is elastic; the state of one engine "
+            "can be kept"
+        )
+    if engine.training_dataloader is not None and sampler is None:
+        raise ConfigError(
+            "deepspeed.initialize(training_data=...) deals samples in an order that depends on "
+            "the number of ranks and begins anew at every change; expected a DataLoader of the "
+            "script with ElasticSampler(data), given to elastic(engine, sampler)"
+        )
+    launch.builder.check(engine)
+    state = DeepSpeedState(engine, sampler, client_state)
+    # What can't be kept is said now, not when it is needed.
+    encode_value(state.progress())
+    set_elastic(engine)
+    launch.has_engine = True
+    if sampler is not None and launch.observer.audits_samples:
+        _audit_samples(sampler, launch.observer)
+    launch.observer.on_built(state)
+    _Loop(engine, state, launch.observer, steps).hook()
     return engine
 
 
@@ -91,13 +128,13 @@ class _Loop:
 
     def hook(self) -> None:
         """Wrap the methods through which every loop goes."""
-        _wrap(self._engine, "_take_model_step", self._update)
-        if hasattr(self._engine, "train_batch"):
-            _wrap(self._engine, "train_batch", self._train_batch)
+        wrap(self._engine, "_take_model_step", self._update)
+        if isinstance(self._engine, PipelineEngine):
+            wrap(self._engine, "train_batch", self._train_batch)
         else:
-            _wrap(self._engine, "forward", self._forward)
-            _wrap(self._engine, "backward", self._backward)
-            _wrap(self._engine, "step", self._step)
+            wrap(self._engine, "forward", self._forward)
+            wrap(self._engine, "backward", self._backward)
+            wrap(self._engine, "step", self._step)
 
     def _update(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         self._observer.before_update()
@@ -110,8 +147,9 @@ class _Loop:
     def _backward(
         self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
+        given = inspect.signature(original).bind(loss, *args, **kwargs).arguments
         # Scripts that divide by the accumulation themselves say so.
-        is_scaled = not kwargs.get("scale_wrt_gas", True)
+        is_scaled = not given.get("scale_wrt_gas", True)
         parts = self._engine.gradient_accumulation_steps() if is_scaled else 1
         self._losses.append(loss.detach() * parts)
         return original(loss, *args, **kwargs)
@@ -155,69 +193,10 @@ def _audit_samples(sampler: ElasticSampler, observer: StepObserver) -> None:
             observer.on_samples(next(numbers), ids)
             yield ids
 
-    _wrap(sampler, "micro_batches", audited)
-
-
-def _initialize(
-    original: Callable[..., Any], *args: Any, layout: ParallelLayout, **kwargs: Any
-) -> Any:
-    """Build the engine with the configuration of this layout."""
-    source = kwargs.pop("config", None) or kwargs.pop("config_params", None)
-    script: Any = args[0] if args else kwargs.get("args")
-    if source is None:
-        source = getattr(script, "deepspeed_config", None)
-    if source is None:
-        raise ConfigError(
-            "deepspeed.initialize: no configuration; expected config=... or args.deepspeed_config"
-        )
-    if getattr(script, "deepspeed_config", None) is not None:
-        # DeepSpeed refuses two configurations.
-        script.deepspeed_config = None
-    config = for_layout(read_config(source if isinstance(source, dict) else Path(source)), layout)
-    return original(*args, config=config, **kwargs)
-
-
-def _cut_stages(
-    original: Callable[..., Any],
-    module: Any,
-    *args: Any,
-    layout: ParallelLayout,
-    num_stages: int | None = None,
-    topology: Any = None,
-    **kwargs: Any,
-) -> None:
-    """A pipeline has the stages of this layout, whatever the script says."""
-    del num_stages
-    if topology is not None:
-        raise ConfigError(
-            "PipelineModule(topology=...): expected num_stages alone; the policy decides how many "
-            "ranks every axis has"
-        )
-    original(module, *args, num_stages=layout.pp, **kwargs)
-
-
-def _add_flag(original: Callable[..., Any], parser: Any) -> Any:
-    parser = original(parser)
-    parser.add_argument(
-        "--elastic-policy",
-        metavar="PATH",
-        default=None,
-        help="YAML policy; the job changes its layout when its devices change",
-    )
-    return parser
+    wrap(sampler, "micro_batches", audited)
 
 
 def _skip_compilation() -> None:
     """DeepSpeed would compile a kernel for CPU collectives at its first start, for minutes."""
     compatible: dict[str, bool] = importlib.import_module("deepspeed.ops").__compatible_ops__
     compatible["deepspeed_shm_comm"] = False
-
-
-def _wrap(owner: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(owner, name)
-
-    @functools.wraps(original)
-    def wrapped(*args: Any, **kwargs: Any) -> Any:
-        return wrapper(original, *args, **kwargs)
-
-    setattr(owner, name, wrapped)

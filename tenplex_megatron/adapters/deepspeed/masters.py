@@ -5,74 +5,23 @@ fragment of every parameter that this rank updates, and how the weights of the f
 from the masters.  Nothing is gathered or copied to find out.
 """
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from deepspeed.runtime.bf16_optimizer import BF16_Optimizer
 from deepspeed.runtime.fp16.fused_optimizer import FP16_Optimizer
 from deepspeed.runtime.fp16.unfused_optimizer import FP16_UnfusedOptimizer
+from deepspeed.runtime.utils import is_optimized_parameter
 from deepspeed.runtime.zero.stage3 import DeepSpeedZeroOptimizer_Stage3
 from deepspeed.runtime.zero.stage_1_and_2 import DeepSpeedZeroOptimizer
 
+from tenplex_megatron.adapters.deepspeed.fragments import Fragment, Group, Masters
 from tenplex_megatron.adapters.deepspeed.model import owned_range
 from tenplex_megatron.errors import UnsupportedLayoutError
 
-__all__ = ["Fragment", "Group", "Masters", "masters_of"]
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Fragment:
-    """Elements `[start, stop)` of a flattened local parameter, as this rank updates them.
-
-    They lie at `[offset, offset + stop - start)` of the flattened `master`, which is what the
-    optimizer underneath calls its parameter.
-    """
-
-    parameter: torch.nn.Parameter
-    start: int
-    stop: int
-    master: torch.Tensor
-    offset: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Group:
-    """One parameter group.
-
-    `values` is the optimizer's own dict, `parameters` are the model's, `masters` is what this rank
-    updates for them.
-    """
-
-    values: dict[str, Any]
-    parameters: tuple[torch.nn.Parameter, ...]
-    masters: tuple[torch.Tensor, ...]
-
-
-class Masters(ABC):
-    """What one of DeepSpeed's optimizers updates."""
-
-    base: torch.optim.Optimizer
-    """The optimizer underneath, which keeps the moments."""
-
-    @abstractmethod
-    def groups(self) -> tuple[Group, ...]:
-        """Every parameter group that holds a parameter, in the optimizer's order."""
-
-    @abstractmethod
-    def fragments(self) -> Iterator[Fragment]:
-        """What this rank updates of every parameter."""
-
-    @abstractmethod
-    def refresh(self) -> None:
-        """Derive the weights of the forward pass from new masters; collective."""
-
-    @property
-    def scaler(self) -> Any:
-        """Who keeps the loss scale, or None where none is kept."""
-        return None
+__all__ = ["masters_of"]
 
 
 def masters_of(optimizer: Any) -> Masters:
@@ -85,12 +34,15 @@ def masters_of(optimizer: Any) -> Masters:
         return _Partitioned(
             optimizer,
             optimizer.bit16_groups,
+            optimizer.bit16_groups_flat,
             optimizer.single_partition_of_fp32_groups,
-            optimizer.loss_scaler,
         )
     if type(optimizer) is BF16_Optimizer and optimizer.using_real_optimizer:
         return _Partitioned(
-            optimizer, optimizer.bf16_groups, optimizer.fp32_groups_flat_partition, None
+            optimizer,
+            optimizer.bf16_groups,
+            optimizer.bf16_groups_flat,
+            optimizer.fp32_groups_flat_partition,
         )
     if type(optimizer) is DeepSpeedZeroOptimizer_Stage3:
         return _Stage3(optimizer)
@@ -108,21 +60,40 @@ def masters_of(optimizer: Any) -> Masters:
 
 
 class _Plain(Masters):
-    """Torch's own optimizer updates the weights themselves: stage 0 in fp32."""
+    """Torch's own optimizer updates the weights themselves: stage 0 in fp32.
+
+    It is given the frozen and the empty parameters too, which DeepSpeed's optimizers leave out.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.base = optimizer
+        self._trained = {
+            id(parameter)
+            for values in optimizer.param_groups
+            for parameter in values["params"]
+            if is_optimized_parameter(parameter)
+        }
 
     def groups(self) -> tuple[Group, ...]:
-        return tuple(
-            Group(values, tuple(values["params"]), tuple(values["params"]))
-            for values in self.base.param_groups
-        )
+        found = []
+        for values in self.base.param_groups:
+            trained = tuple(one for one in values["params"] if self._is_trained(one))
+            if trained:
+                found.append(Group(values, trained, trained))
+        return tuple(found)
+
+    def _is_trained(self, parameter: torch.nn.Parameter) -> bool:
+        was = id(parameter) in self._trained
+        if not was and is_optimized_parameter(parameter):
+            raise UnsupportedLayoutError(
+                f"a parameter of shape {tuple(parameter.shape)} was frozen when the engine became "
+                "elastic and is trained now, which no snapshot has room for; choose what is "
+                "trained before deepspeed.initialize, as the other stages of ZeRO ask for"
+            )
+        return was
 
     def fragments(self) -> Iterator[Fragment]:
-        for group in self.groups():
-            for parameter in group.parameters:
-                yield Fragment(parameter, 0, parameter.numel(), parameter, 0)
+        return _whole(self.groups())
 
     def refresh(self) -> None:
         """The masters are the weights."""
@@ -139,9 +110,7 @@ class _Paired(Masters):
         return _zip_groups(self.base, self._optimizer.fp16_groups, self._optimizer.fp32_groups)
 
     def fragments(self) -> Iterator[Fragment]:
-        for group in self.groups():
-            for parameter, master in zip(group.parameters, group.masters, strict=True):
-                yield Fragment(parameter, 0, parameter.numel(), master, 0)
+        return _whole(self.groups())
 
     def refresh(self) -> None:
         for fragment in self.fragments():
@@ -182,45 +151,49 @@ class _Flat(Masters):
 
 
 class _Partitioned(Masters):
-    """Every group is one flat range, cut over the data-parallel ranks: stages 1 and 2."""
+    """Every group is one flat tensor, cut evenly over its data-parallel ranks: stages 1 and 2.
+
+    The weights are views of the flat tensors, and only their place there says where the masters
+    are: the order of a group is not that of its flat tensor with `round_robin_gradients`, nor do
+    its parameters touch with `parameter_alignment`, and DeepSpeed's `_hp_mapping` has the order of
+    the group (runtime/zero/stage_1_and_2.py).
+    """
 
     def __init__(
         self,
         optimizer: Any,
         groups: Sequence[Sequence[torch.nn.Parameter]],
+        flats: Sequence[torch.Tensor],
         partitions: Sequence[torch.Tensor],
-        scaler: Any,
     ) -> None:
         self.base = optimizer.optimizer
         self._optimizer = optimizer
         self._groups = groups
+        self._flats = flats
         self._partitions = partitions
-        self._scaler = scaler
 
     def groups(self) -> tuple[Group, ...]:
         return _zip_groups(self.base, self._groups, [(flat,) for flat in self._partitions])
 
     def fragments(self) -> Iterator[Fragment]:
-        for group in self.groups():
+        for number, group in enumerate(self.groups()):
+            flat, master = self._flats[number], group.masters[0]
+            rank = dist.get_rank(self._optimizer.real_dp_process_group[number])
+            first = rank * master.numel()
             for parameter in group.parameters:
-                # DeepSpeed links every parameter to its part of this rank's partition, if any.
-                mapping: Any = vars(parameter)["_hp_mapping"]
-                if mapping is not None:
-                    here, there = mapping.lp_fragment_address, mapping.hp_fragment_address
-                    yield Fragment(
-                        parameter,
-                        here.start,
-                        here.start + here.numel,
-                        group.masters[0],
-                        there.start,
-                    )
+                offset = _place_in(flat, parameter)
+                low = max(offset, first)
+                high = min(offset + parameter.numel(), first + master.numel())
+                if low < high:
+                    yield Fragment(parameter, low - offset, high - offset, master, low - first)
 
     def refresh(self) -> None:
         self._optimizer.update_lp_params()
 
     @property
     def scaler(self) -> Any:
-        return self._scaler
+        # Loading a checkpoint replaces it; the optimizer for bf16 alone has none.
+        return vars(self._optimizer).get("loss_scaler")
 
 
 class _Stage3(Masters):
@@ -231,6 +204,11 @@ class _Stage3(Masters):
             raise UnsupportedLayoutError(
                 "ZeRO stage 3 offloads to NVMe: its state can't be read in place; offload to the "
                 "CPU, or save and load a checkpoint instead"
+            )
+        if optimizer.offload_optimizer and optimizer.partial_offload != 1.0:
+            raise UnsupportedLayoutError(
+                f"offload_optimizer.ratio is {optimizer.partial_offload}: a second optimizer keeps "
+                "the state of the rest, which is not described; expected 1.0"
             )
         self.base = optimizer.optimizer
         self._optimizer = optimizer
@@ -273,6 +251,24 @@ class _Stage3(Masters):
     @property
     def scaler(self) -> Any:
         return self._optimizer.loss_scaler
+
+
+def _place_in(flat: torch.Tensor, parameter: torch.nn.Parameter) -> int:
+    """How many elements of `flat` come before those of a parameter that is a view of it."""
+    if parameter.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
+        raise UnsupportedLayoutError(
+            f"a parameter of shape {tuple(parameter.shape)} has left the memory that DeepSpeed "
+            "keeps its group in, so its master can't be found; don't replace or offload weights "
+            "before the engine becomes elastic"
+        )
+    return int(parameter.storage_offset()) - int(flat.storage_offset())
+
+
+def _whole(groups: Sequence[Group]) -> Iterator[Fragment]:
+    """Fragments of parameters with a master each."""
+    for group in groups:
+        for parameter, master in zip(group.parameters, group.masters, strict=True):
+            yield Fragment(parameter, 0, parameter.numel(), master, 0)
 
 
 def _zip_groups(

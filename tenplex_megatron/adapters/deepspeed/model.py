@@ -12,12 +12,14 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from deepspeed.linear.optimized_linear import LoRAOptimizedLinear
 from deepspeed.moe.sharded_moe import MOELayer
 from deepspeed.pipe import PipelineModule
 
 from tenplex_megatron.adapters.deepspeed.affine import parts_of_shard
 from tenplex_megatron.adapters.parts import Part
 from tenplex_megatron.core.region import Region
+from tenplex_megatron.errors import UnsupportedLayoutError
 
 __all__ = ["Held", "ModelTensors", "describe_model", "owned_range"]
 
@@ -67,8 +69,10 @@ def describe_model(engine: Any, tp_rank: int, trained: Collection[int]) -> Model
         trained: the identities of the parameters that an optimizer updates.
 
     Raises:
-        UnsupportedLayoutError: a shard has no place in a whole tensor.
+        UnsupportedLayoutError: a shard has no place in a whole tensor, or a tensor that is not
+            trained can't be read and set as one range of memory.
     """
+    _check_layers(engine.module)
     experts = _experts(engine.module)
     followers = frozenset(_followers(engine.module))
     parts: dict[int, tuple[Part, ...]] = {}
@@ -81,13 +85,23 @@ def describe_model(engine: Any, tp_rank: int, trained: Collection[int]) -> Model
         parts[id(parameter)] = parts_of_shard(key, shape, parameter, tp_rank)
         if id(parameter) not in trained:
             counts = id(parameter) not in followers
-            untrained.extend(_kept(parameter, parts[id(parameter)], counts=counts))
+            untrained.extend(_kept(key, parameter, parts[id(parameter)], counts=counts))
     for name, buffer in _persistent_buffers(engine.module):
-        whole = Region.full(tuple(buffer.shape))
-        part = Part(_global_name(name, experts), tuple(buffer.shape), False, whole, 0)
-        held = Held((part,), _flat(buffer), 0, buffer.numel(), changes_early=True)
+        key, whole = _global_name(name, experts), Region.full(tuple(buffer.shape))
+        part = Part(key, tuple(buffer.shape), False, whole, 0)
+        held = Held((part,), _flat(key, buffer), 0, buffer.numel(), changes_early=True)
         untrained.append(held)
     return ModelTensors(parts, keys, tuple(untrained), followers)
+
+
+def _check_layers(model: torch.nn.Module) -> None:
+    """Refuse base weights of which every rank has another part, under one name and shape."""
+    for name, module in model.named_modules():
+        if isinstance(module, LoRAOptimizedLinear) and module.zero_shards > 1:
+            raise UnsupportedLayoutError(
+                f"{name}: its base weight is split over {module.zero_shards} ranks in a way that "
+                "is not described; expected LoRAConfig(base_weight_sharding=1)"
+            )
 
 
 def _followers(model: torch.nn.Module) -> Iterator[int]:
@@ -107,17 +121,22 @@ def _followers(model: torch.nn.Module) -> Iterator[int]:
                 yield id(parameter)
 
 
-def _kept(parameter: Any, parts: tuple[Part, ...], *, counts: bool) -> Iterator[Held]:
+def _kept(key: str, parameter: Any, parts: tuple[Part, ...], *, counts: bool) -> Iterator[Held]:
     if hasattr(parameter, "ds_tensor"):
         start, stop = owned_range(parameter)
         if start < stop:
-            flat = _flat(parameter.ds_tensor)[: stop - start]
+            flat = _flat(key, parameter.ds_tensor)[: stop - start]
             yield Held(parts, flat, start, stop, counts=counts)
     else:
-        yield Held(parts, _flat(parameter), 0, parameter.numel(), counts=counts)
+        yield Held(parts, _flat(key, parameter), 0, parameter.numel(), counts=counts)
 
 
-def _flat(tensor: torch.Tensor) -> torch.Tensor:
+def _flat(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    if not tensor.is_contiguous():
+        raise UnsupportedLayoutError(
+            f"{key}: a tensor of shape {tuple(tensor.shape)} has strides {tensor.stride()}; "
+            "expected contiguous memory: call .contiguous() on it before deepspeed.initialize"
+        )
     return tensor.detach().view(-1)
 
 

@@ -11,7 +11,7 @@ import torch
 from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
 
-from tenplex_megatron.adapters.deepspeed.masters import Group, Masters
+from tenplex_megatron.adapters.deepspeed.fragments import Group, Masters
 from tenplex_megatron.adapters.groups import common_step, group_values, set_value
 from tenplex_megatron.adapters.parts import OwnedParameter, states_of
 from tenplex_megatron.errors import LayoutError, UnsupportedLayoutError

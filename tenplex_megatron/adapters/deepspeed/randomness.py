@@ -2,8 +2,8 @@
 
 A stream belongs to a place: the ranks along every axis and the sizes of the axes.  DeepSpeed seeds
 nothing itself, so what ranks have in common is the script's choice: equal seeds make equal
-streams.  When the layout changes no stored stream fits, and new ones come from the seed of every
-rank and the step.
+streams.  When the layout changes no stored stream fits, and every new one comes from the seed the
+script gave it and the step.
 """
 
 import random
@@ -17,21 +17,20 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from tenplex_megatron.adapters.streams import (
     derived_seed,
     export_process_streams,
+    export_tracked_streams,
     import_process_streams,
+    import_tracked_streams,
 )
 
 __all__ = ["export_streams", "import_streams", "reseed"]
 
-_TRACKED = "tracker."
-
 
 def export_streams() -> dict[str, torch.Tensor]:
     """Every stream of this process as 1-D uint8."""
-    tracked = get_cuda_rng_tracker().get_states()
     return {
         **export_process_streams(),
         "device": get_accelerator().get_rng_state().clone(),
-        **{f"{_TRACKED}{name}": state.clone().cpu() for name, state in tracked.items()},
+        **export_tracked_streams(get_cuda_rng_tracker()),
     }
 
 
@@ -39,19 +38,17 @@ def import_streams(stored: Mapping[str, torch.Tensor]) -> None:
     """Set every stream of this process from `export_streams`."""
     import_process_streams(stored)
     get_accelerator().set_rng_state(stored["device"])
-    get_cuda_rng_tracker().set_states(
-        {
-            name.removeprefix(_TRACKED): state
-            for name, state in stored.items()
-            if name.startswith(_TRACKED)
-        }
-    )
+    import_tracked_streams(get_cuda_rng_tracker(), stored)
 
 
 def reseed(step: int) -> None:
-    """Fresh streams from the seed this process was given and the step."""
+    """Fresh streams from the seeds this process was given and the step."""
+    accelerator, tracker = get_accelerator(), get_cuda_rng_tracker()
+    for name in tracker.get_states():
+        with tracker.fork(name):
+            accelerator.manual_seed(derived_seed(accelerator.initial_seed(), step))
     derived = derived_seed(torch.initial_seed(), step)
     random.seed(derived)
     np.random.seed(derived)
     torch.manual_seed(derived)
-    get_accelerator().manual_seed_all(derived)
+    accelerator.manual_seed_all(derived)

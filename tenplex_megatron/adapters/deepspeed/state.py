@@ -12,6 +12,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
+import torch.distributed as dist
+from deepspeed.runtime.pipe.engine import PipelineEngine
 
 from tenplex_megatron.adapters.base import Piece, Progress, TrainingState
 from tenplex_megatron.adapters.deepspeed import randomness
@@ -31,7 +33,7 @@ from tenplex_megatron.core.region import Region
 from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.errors import LayoutError, UnsupportedLayoutError
 
-__all__ = ["DeepSpeedState"]
+__all__ = ["DeepSpeedState", "bind_sampler"]
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
 
@@ -42,8 +44,8 @@ class DeepSpeedState(TrainingState):
     Args:
         engine: what `deepspeed.initialize` returned.
         sampler: deals the samples of the training loop; None where the script does.
-        client_state: plain values of the script that travel along, equal on all ranks; read at
-            every snapshot, and replaced in place by an import.
+        client_state: plain values of the script that travel along; read at every snapshot, and
+            replaced in place by those of the snapshot's rank 0.
 
     Raises:
         UnsupportedLayoutError: the engine has state that is not described here.
@@ -73,7 +75,7 @@ class DeepSpeedState(TrainingState):
         self._random_is_stored = False
         self._pending_streams: dict[str, torch.Tensor] | None = None
         """Streams to set before the first step; empty: derive them; None: leave them alone."""
-        self._bind_sampler()
+        bind_sampler(engine, sampler)
 
     @property
     def global_batch_size(self) -> int:
@@ -143,7 +145,7 @@ class DeepSpeedState(TrainingState):
         """See `TrainingState.load_progress`."""
         engine, stored = self._engine, list(progress)
         first = stored[0]
-        for key in ("counters", "global_batch_size", "sampler", "client"):
+        for key in ("counters", "global_batch_size", "sampler"):
             if any(other[key] != first[key] for other in stored):
                 raise LayoutError(f"ranks of the snapshot disagree on {key}")
         if first["global_batch_size"] != self.global_batch_size:
@@ -164,6 +166,7 @@ class DeepSpeedState(TrainingState):
         self._client_state.update(copy.deepcopy(first["client"]))
         if self._sampler is not None and first["sampler"] is not None:
             self._sampler.load_state_dict(dict(first["sampler"]))
+        bind_sampler(engine, self._sampler)
         return int(engine.global_steps)
 
     def finish_import(self) -> None:
@@ -185,16 +188,22 @@ class DeepSpeedState(TrainingState):
             randomness.reseed(int(self._engine.global_steps))
         self._pending_streams = None
 
-    def _bind_sampler(self) -> None:
-        if self._sampler is not None:
-            engine = self._engine
-            self._sampler.bind(
-                micro=engine.train_micro_batch_size_per_gpu(),
-                accumulation=engine.gradient_accumulation_steps(),
-                rank=self._place.dp,
-                dp=self._place.dp_size,
-                consumed=lambda: int(engine.global_samples),
-            )
+
+def bind_sampler(engine: Any, sampler: ElasticSampler | None) -> None:
+    """Let the sampler deal the engine's micro-batches, from the samples it has finished."""
+    if sampler is not None:
+        group = engine.seq_data_parallel_group
+        is_inner = isinstance(engine, PipelineEngine) and not (
+            engine.is_first_stage() or engine.is_last_stage()
+        )
+        sampler.bind(
+            micro=engine.train_micro_batch_size_per_gpu(),
+            accumulation=engine.gradient_accumulation_steps(),
+            rank=dist.get_rank(group),
+            dp=dist.get_world_size(group),
+            consumed=lambda: int(engine.global_samples),
+            reads=not is_inner,
+        )
 
 
 def _check(engine: Any) -> None:

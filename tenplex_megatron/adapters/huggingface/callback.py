@@ -181,8 +181,7 @@ class TenplexCallback(TrainerCallback):  # type: ignore[misc]  # its package is 
 
         The snapshot is newer, and the checkpoint may be of another number of devices.
         """
-        follows = any(observer.imports_state for observer in hooks._observers)
-        return self._build_engine(max_steps, loader, None if follows else checkpoint)
+        return self._build_engine(max_steps, loader, None if hooks.imports_state() else checkpoint)
 
     def _checked_sampler(self, loader: Any) -> ElasticSampler:
         """The sampler, if the loader reads from it as it should."""

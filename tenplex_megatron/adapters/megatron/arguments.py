@@ -31,8 +31,9 @@ REFUSED_FLAGS = {
     "--account-for-loss-in-pipeline-split": "write STAGES into the policy's layouts",
     "--use-mp-args-from-checkpoint-args": "the policy decides the layout, not a checkpoint",
     "--yaml-cfg": "Megatron then ignores every flag; write the model as flags",
+    "--step-batch-size-schedule": "layouts are cut for one batch; write --global-batch-size",
 }
-"""Flags that would keep one layout whatever is appended, and what to do instead."""
+"""Flags that contradict what is appended for a layout, and what to do instead."""
 
 SAME_TRAINING = (
     # where the model lies
@@ -150,6 +151,8 @@ class MegatronArguments(ArgumentAdapter):
                 "--use-distributed-optimizer says, in every layout"
             )
         found = read_flags(job_parser(), argv)
+        if by_flag(argv).get("--dataloader-type") == ["cyclic"]:
+            _check_micro_batches(found.micro_batch_size, (layout, *allowed))
         divisor = _vocab_divisor(found, layout, allowed)
         return [*_layout_flags(layout), f"--make-vocab-size-divisible-by={divisor}"]
 
@@ -204,6 +207,17 @@ class MegatronArguments(ArgumentAdapter):
             if not any(fnmatchcase(flag, pattern) for pattern in SAME_TRAINING)
         }
         return hashlib.sha256(json.dumps(kept, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def _check_micro_batches(own: int | None, layouts: Sequence[ParallelLayout]) -> None:
+    """Refuse several sizes; the cyclic loader draws another order for each (data_samplers.py)."""
+    sizes = sorted({layout.micro_batch_size or own or 0 for layout in layouts})
+    if len(sizes) > 1:
+        raise ConfigError(
+            "--dataloader-type cyclic: the order of samples depends on the micro-batch size, and "
+            f"the policy allows micro-batches of {', '.join(map(str, sizes))}; leave MBS out of "
+            "its layouts, or take --dataloader-type single"
+        )
 
 
 def _vocab_divisor(

@@ -6,7 +6,6 @@ so setting the attribute is enough, and they have held from core_v0.12 to core_v
 """
 
 import contextlib
-import functools
 import logging
 import os
 import sys
@@ -22,9 +21,11 @@ from tenplex_megatron.adapters.megatron.compat import use_built_helpers
 from tenplex_megatron.adapters.megatron.loaders import (
     audit_samples,
     check_train_data,
-    refuse_dealing_by_rank,
+    order_of,
+    refuse_unknown_dealing,
 )
 from tenplex_megatron.adapters.megatron.state import MegatronState
+from tenplex_megatron.adapters.wrapping import add_policy_flag, wrap
 from tenplex_megatron.core.mesh import ParallelLayout
 from tenplex_megatron.errors import ConfigError
 
@@ -45,41 +46,47 @@ class MegatronAdapter(FrameworkAdapter):
         del layout
         _warn_of_another_megatron(Path(sys.argv[0]))
         use_built_helpers()
-        _wrap(arguments, "add_megatron_arguments", self._add_flag)
-        _wrap(training, "setup_model_and_optimizer", self._build(observer))
-        _wrap(training, "build_train_valid_test_datasets", _check_data)
-        _wrap(training, "train_step", self._keep_losses)
-        _wrap(training, "checkpoint_and_decide_exit", self._step(observer))
-        _wrap(training, "train", self._train(observer))
+        wrap(arguments, "add_megatron_arguments", add_policy_flag)
+        wrap(training, "setup_model_and_optimizer", self._build(observer))
+        wrap(training, "build_train_valid_test_datasets", self._check_data)
+        wrap(training, "train_step", self._keep_losses)
+        wrap(training, "checkpoint_and_decide_exit", self._step(observer))
+        wrap(training, "train", self._train(observer))
         if observer.audits_samples:
             audit_samples(observer)
 
-    @staticmethod
-    def _add_flag(original: Callable[..., Any], parser: Any) -> Any:
-        parser = original(parser)
-        group = parser.add_argument_group(title="elastic training")
-        group.add_argument(
-            "--elastic-policy",
-            metavar="PATH",
-            default=None,
-            help="YAML policy; the job changes its layout when its devices change",
-        )
-        return parser
-
     def _build(self, observer: StepObserver) -> Callable[..., Any]:
         def build(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-            refuse_dealing_by_rank(get_args())
+            refuse_unknown_dealing(get_args())
             _refuse_unseen_state()
             with _no_checkpoint(replaced=observer.imports_state):
                 model, optimizer, scheduler = original(*args, **kwargs)
             if optimizer is not None:
                 self._state = MegatronState(model, optimizer, scheduler, get_args())
-                optimizer.step = _fenced(observer, optimizer.step)
+                wrap(optimizer, "step", self._update(observer))
                 observer.on_built(self._state)
                 _say_if_finished()
             return model, optimizer, scheduler
 
         return build
+
+    @staticmethod
+    def _update(observer: StepObserver) -> Callable[..., Any]:
+        def update(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+            observer.before_update()
+            return original(*args, **kwargs)
+
+        return update
+
+    def _check_data(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        datasets = original(*args, **kwargs)
+        train = datasets[0]
+        # Ranks that read no batch have none.
+        if train is not None:
+            check_train_data(get_args(), train)
+            if self._state is not None:
+                self._state.keep_order(order_of(get_args(), train))
+        return datasets
 
     def _keep_losses(self, original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         result = original(*args, **kwargs)
@@ -116,12 +123,6 @@ class MegatronAdapter(FrameworkAdapter):
         return train
 
 
-def _check_data(original: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    datasets = original(*args, **kwargs)
-    check_train_data(get_args(), datasets[0])
-    return datasets
-
-
 def _refuse_unseen_state() -> None:
     """Flags whose state lies where snapshots do not look, or changes while they copy."""
     given = vars(get_args())
@@ -146,20 +147,6 @@ def _no_checkpoint(*, replaced: bool) -> Iterator[None]:
         yield
     finally:
         args.load, args.pretrained_checkpoint = paths
-
-
-def _wrap(module: Any, name: str, wrapper: Callable[..., Any]) -> None:
-    original = getattr(module, name)
-    setattr(module, name, functools.wraps(original)(functools.partial(wrapper, original)))
-
-
-def _fenced(observer: StepObserver, update: Callable[[], Any]) -> Callable[[], Any]:
-    @functools.wraps(update)
-    def fenced() -> Any:
-        observer.before_update()
-        return update()
-
-    return fenced
 
 
 def _warn_of_another_megatron(script: Path) -> None:

@@ -14,9 +14,10 @@ from megatron.training.initialize import _set_random_seed
 from tenplex_megatron.adapters.streams import (
     derived_seed,
     export_process_streams,
+    export_tracked_streams,
     import_process_streams,
+    import_tracked_streams,
 )
-from tenplex_megatron.errors import LayoutError
 
 __all__ = ["coordinate_name", "export_streams", "import_streams", "reseed"]
 
@@ -36,29 +37,18 @@ def coordinate_name(data_parallel_random_init: bool) -> str:
 
 def export_streams() -> dict[str, torch.Tensor]:
     """Every stream of this process as 1-D uint8."""
-    streams = export_process_streams()
-    streams["device"] = torch.cuda.get_rng_state().clone()
-    for name, state in tensor_parallel.get_cuda_rng_tracker().get_states().items():
-        if not isinstance(state, torch.Tensor):
-            raise LayoutError(
-                f"random stream {name}: state is a {type(state).__name__}, expected a tensor; "
-                "run without graph-safe random streams"
-            )
-        streams[f"tracker.{name}"] = state.clone().cpu()
-    return streams
+    return {
+        **export_process_streams(),
+        "device": torch.cuda.get_rng_state().clone(),
+        **export_tracked_streams(tensor_parallel.get_cuda_rng_tracker()),
+    }
 
 
 def import_streams(streams: Mapping[str, torch.Tensor]) -> None:
     """Set every stream of this process from `export_streams`."""
     import_process_streams(streams)
     torch.cuda.set_rng_state(streams["device"])
-    tensor_parallel.get_cuda_rng_tracker().set_states(
-        {
-            name.removeprefix("tracker."): state
-            for name, state in streams.items()
-            if name.startswith("tracker.")
-        }
-    )
+    import_tracked_streams(tensor_parallel.get_cuda_rng_tracker(), streams)
 
 
 def reseed(seed: int, step: int, data_parallel_random_init: bool) -> None:

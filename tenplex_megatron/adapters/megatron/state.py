@@ -55,6 +55,8 @@ class MegatronState(TrainingState):
         self._random_memory: dict[str, torch.Tensor] = {}
         self._pending_streams: dict[str, torch.Tensor] | None = None
         """Streams to set before the first step; empty: derive them; None: leave them alone."""
+        self._order: Progress | None = None
+        """Of the training samples; None until data was seen, or a snapshot that knows it."""
         self.step = 0
         self.floating_point_operations = 0.0
         optimizers.prepare_state(optimizer)
@@ -134,6 +136,7 @@ class MegatronState(TrainingState):
             "floating_point_operations": self.floating_point_operations,
             "counters": counters,
             "must_agree": agree,
+            "order": self._order,
             "schedule": dict(self._scheduler.state_dict()),
             "optimizers": optimizers.optimizer_progress(self._optimizer),
         }
@@ -158,6 +161,7 @@ class MegatronState(TrainingState):
                     f"{flag}: the snapshot was taken with {theirs}, this run has {mine}; the loss "
                     f"curve could not go on as before. Keep {flag} at {theirs}"
                 )
+        self._order = next((entry["order"] for entry in stored if entry.get("order")), None)
         self.step = int(first["step"])
         self.floating_point_operations = first["floating_point_operations"]
         for key, value in first["counters"].items():
@@ -177,6 +181,22 @@ class MegatronState(TrainingState):
             self._optimizer, [entry["optimizers"] for entry in stored]
         )
         return self.step
+
+    def keep_order(self, order: Progress) -> None:
+        """Note the order of this run's samples (`loaders.order_of`), for snapshots.
+
+        Raises:
+            LayoutError: the state was imported, and its samples came in another order.
+        """
+        before = self._order
+        if before and before["phase"] == order["phase"] and before["digest"] != order["digest"]:
+            raise LayoutError(
+                f"--train-iters: this run asks the data for {order['samples']} samples, the "
+                f"snapshot's asked for {before['samples']}, and that gives another order from the "
+                "first sample on: some would repeat, some be left out. Keep --train-iters (or "
+                "--train-samples) and the data itself, or train on from a checkpoint as another job"
+            )
+        self._order = order
 
     def finish_import(self) -> None:
         """See `TrainingState.finish_import`; random streams follow with `resume_streams`."""

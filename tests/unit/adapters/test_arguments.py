@@ -37,6 +37,10 @@ def test_both_spellings_say_the_same() -> None:
     assert ARGUMENTS.identity(MODEL) == ARGUMENTS.identity(apart)
 
 
+def test_every_layout_of_a_known_model_can_be_built() -> None:
+    assert ARGUMENTS.usual_layouts(MODEL) is None
+
+
 def test_the_last_of_equal_flags_counts_as_in_megatron() -> None:
     assert ARGUMENTS.profile([*MODEL, "--num-layers", "4"], is_rough=True).num_layers == 4
 
@@ -134,6 +138,31 @@ def test_a_padded_size_that_a_layout_can_not_split_is_refused() -> None:
     assert ARGUMENTS.layout_arguments(argv, LAYOUTS[1], LAYOUTS[:2])
     with pytest.raises(ConfigError, match="--padded-vocab-size 50258 does not divide by TP4"):
         ARGUMENTS.layout_arguments(argv, LAYOUTS[1], LAYOUTS)
+
+
+CYCLIC = ("--dataloader-type=cyclic", "--no-data-sharding")
+
+
+@pytest.mark.parametrize(
+    ("layouts", "sizes"),
+    [
+        (("TP1", "TP2,MBS2"), None),
+        (("TP1,MBS4", "TP2,MBS4"), None),
+        (("TP1", "TP2,MBS4"), "2, 4"),
+        (("TP1,MBS1", "TP2,MBS4"), "1, 4"),
+    ],
+)
+def test_an_order_drawn_by_micro_batch_needs_one_size(
+    layouts: tuple[str, ...], sizes: str | None
+) -> None:
+    allowed = [ParallelLayout.parse(text) for text in layouts]
+    for layout in allowed:
+        assert ARGUMENTS.layout_arguments(MODEL, layout, allowed)
+        if sizes is None:
+            assert ARGUMENTS.layout_arguments([*MODEL, *CYCLIC], layout, allowed)
+            continue
+        with pytest.raises(ConfigError, match=f"cyclic: .* micro-batches of {sizes}; .* MBS"):
+            ARGUMENTS.layout_arguments([*MODEL, *CYCLIC], layout, allowed)
 
 
 @pytest.mark.parametrize(

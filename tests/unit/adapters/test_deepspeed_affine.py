@@ -144,3 +144,11 @@ def test_experts_are_the_rows_of_their_numbers() -> None:
 def test_a_split_that_nobody_knows_is_refused(changes: dict[str, object], reason: str) -> None:
     with pytest.raises(UnsupportedLayoutError, match=f"is not known \\({reason}\\)"):
         parts_of_shard("key", (4, 3), described(**changes), 0)
+
+
+@pytest.mark.parametrize("rank", [0, 2])
+def test_a_map_of_other_shards_is_refused(rank: int) -> None:
+    with pytest.raises(
+        UnsupportedLayoutError, match=f"key: rank {rank} of its split has the shape"
+    ):
+        parts_of_shard("key", (4, 3), described(), rank)

@@ -9,7 +9,8 @@ import pytest
 import torch
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaler
 
-from tenplex_megatron.adapters.deepspeed.masters import Fragment, Group, Masters, masters_of
+from tenplex_megatron.adapters.deepspeed.fragments import Fragment, Group, Masters
+from tenplex_megatron.adapters.deepspeed.masters import masters_of
 from tenplex_megatron.adapters.deepspeed.optimizer import (
     load_optimizer_progress,
     optimizer_progress,
@@ -97,6 +98,34 @@ def test_values_and_steps_go_on_in_another_optimizer(name: str) -> None:
         step(target.base, fresh, number)
     for one, other in zip(mine, fresh, strict=True):
         assert torch.equal(one, other)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_frozen_and_empty_parameters_are_not_the_optimizers(name: str) -> None:
+    mine = parameters()
+    frozen = torch.nn.Parameter(torch.ones(2, 2), requires_grad=False)
+    empty = torch.nn.Parameter(torch.zeros(0, 2))
+    masters = masters_of(OPTIMIZERS[name]([{"params": [mine[0], frozen, *mine[1:], empty]}]))
+    prepare_state(masters)
+    step(masters.base, mine, 0)
+    (group,) = masters.groups()
+    assert [id(one) for one in group.parameters] == [id(one) for one in mine]
+    assert [id(one.parameter) for one in owned_parameters(masters)] == [id(one) for one in mine]
+    progress = optimizer_progress(masters, keys_of(mine))
+    assert progress["groups"][0]["parameters"] == ["0", "1", "2"]
+    assert progress["step"] == (None if "SGD" in name else 1.0)
+
+
+def test_what_is_trained_only_later_is_refused() -> None:
+    mine = parameters()
+    mine[1].requires_grad = False
+    masters = masters_of(torch.optim.AdamW(grouped(mine)))
+    prepare_state(masters)
+    mine[0].requires_grad = False
+    assert [len(group.parameters) for group in masters.groups()] == [1, 1]
+    mine[1].requires_grad = True
+    with pytest.raises(UnsupportedLayoutError, match=r"of shape \(5,\) was frozen when"):
+        masters.groups()
 
 
 def test_a_group_finds_its_values_by_its_parameters_not_by_its_number() -> None:

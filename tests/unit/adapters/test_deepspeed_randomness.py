@@ -5,6 +5,7 @@ import random
 import numpy as np
 import pytest
 import torch
+from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
 from tenplex_megatron.adapters.deepspeed.randomness import export_streams, import_streams, reseed
 
@@ -17,6 +18,7 @@ def draw() -> list[float]:
 def streams_of_others_stay() -> object:
     before = export_streams()
     yield
+    get_cuda_rng_tracker().reset()
     import_streams(before)
 
 
@@ -48,3 +50,34 @@ def test_new_streams_follow_from_the_seed_and_the_step() -> None:
     torch.manual_seed(2)
     reseed(3)
     assert draw() == drawn[2, 3]
+
+
+def draw_tracked(name: str) -> float:
+    with get_cuda_rng_tracker().fork(name):
+        return float(torch.rand(()))
+
+
+def test_tracked_streams_go_on() -> None:
+    get_cuda_rng_tracker().add("mine", 5)
+    draw_tracked("mine")
+    stored = export_streams()
+    expected = [draw_tracked("mine"), *draw()]
+    import_streams(stored)
+    assert [draw_tracked("mine"), *draw()] == expected
+
+
+def test_new_tracked_streams_follow_from_their_own_seed_and_the_step() -> None:
+    drawn = {}
+    for seed in (1, 2):
+        for step in (0, 3):
+            get_cuda_rng_tracker().reset()
+            get_cuda_rng_tracker().add("mine", seed)
+            drawn[seed] = draw_tracked("mine")
+            reseed(step)
+            drawn[seed, step] = draw_tracked("mine")
+    assert len(set(drawn.values())) == 6
+    torch.manual_seed(9)
+    get_cuda_rng_tracker().reset()
+    get_cuda_rng_tracker().add("mine", 2)
+    reseed(3)
+    assert draw_tracked("mine") == drawn[2, 3]

@@ -312,6 +312,25 @@ def test_micro_batches_smaller_than_the_engines_are_noticed() -> None:
             ask()
 
 
+def test_an_engine_that_reads_other_data_is_noticed_after_its_first_step() -> None:
+    engine = Counting(5 * BATCH)
+    sampler = bound(100, engine, micro=6)
+    sampler.state_dict()
+    engine.step()
+    with pytest.raises(ConfigError, match="has counted 144 samples, its sampler gave 0"):
+        sampler.state_dict()
+
+
+def test_a_rank_that_reads_no_data_is_no_mistake() -> None:
+    engine = Counting()
+    sampler = ElasticSampler(100)
+    sampler.bind(
+        micro=6, accumulation=1, rank=0, dp=1, consumed=lambda: engine.samples, reads=False
+    )
+    engine.step()
+    assert sampler.state_dict()["consumed"] == BATCH
+
+
 def test_a_look_at_the_data_within_a_pass_is_no_mistake() -> None:
     engine = Counting()
     sampler = bound(4 * BATCH, engine, micro=6)

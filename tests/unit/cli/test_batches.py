@@ -13,12 +13,16 @@ ROOT = Path(__file__).parents[3]
 MODEL = ("--model", str(ROOT / "configs/model/llama3_8b.yaml"))
 
 
+def written(folder: Path, **more: Any) -> str:  # noqa: ANN401 - keys of a configuration
+    settings: dict[str, Any] = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}
+    settings |= {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}, **more}
+    (folder / "ds.json").write_text(json.dumps(settings))
+    return f"--deepspeed-config={folder / 'ds.json'}"
+
+
 @pytest.fixture
 def config(tmp_path: Path) -> str:
-    settings: dict[str, Any] = {"train_batch_size": 24, "train_micro_batch_size_per_gpu": 2}
-    settings |= {"zero_optimization": {"stage": 3}, "bf16": {"enabled": True}}
-    (tmp_path / "ds.json").write_text(json.dumps(settings))
-    return f"--deepspeed-config={tmp_path / 'ds.json'}"
+    return written(tmp_path)
 
 
 def test_every_cut_is_exact_and_none_is_missing() -> None:
@@ -41,6 +45,28 @@ def test_the_table_has_a_row_for_every_cut(config: str, capsys: pytest.CaptureFi
     assert main(["frontier", config, "--gpus=1:8", "--json"]) == 0
     cuts = json.loads(capsys.readouterr().out)["cuts"]
     assert [cut["ranks"] for cut in cuts] == [1, 2, 3, 4, 6]
+
+
+def test_gpus_that_split_tensors_share_a_batch(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = written(tmp_path, tensor_parallel={"autotp_size": 2})
+    assert main(["frontier", config, "--gpus=1:8"]) == 0
+    assert "train_batch_size 24, ZeRO 3, TP2" in capsys.readouterr().out
+    arguments = ["--gpus=1:8", *MODEL, "--cluster=h100"]
+    assert main(["frontier", config, *arguments, "--json"]) == 0
+    cuts = json.loads(capsys.readouterr().out)["cuts"]
+    assert [(cut["gpus"], cut["ranks"]) for cut in cuts] == [(2, 1), (4, 2), (6, 3), (8, 4)]
+    assert all(2 * cut["accumulation"] * cut["ranks"] == 24 for cut in cuts)
+    whole = written(tmp_path)
+    assert main(["frontier", whole, "--gpus=1", *arguments[1:], "--json"]) == 0
+    (alone,) = json.loads(capsys.readouterr().out)["cuts"]
+    assert cuts[0]["memory_bytes"] < alone["memory_bytes"]  # half of every tensor
+    assert (
+        main(["frontier", written(tmp_path, tensor_parallel={"autotp_size": 3}), "--gpus=2"]) == 2
+    )
+    said = capsys.readouterr().err
+    assert "on none of 2 to 2 GPUs with TP3" in said
 
 
 def test_with_a_model_every_cut_has_its_time_and_memory(

@@ -12,6 +12,7 @@ from tenplex_megatron.planner.allowed import (
     allowed_layouts,
     allowed_strategies,
     check_layout,
+    legal_worlds,
     smallest_world,
 )
 from tenplex_megatron.planner.profile import ModelProfile
@@ -134,6 +135,19 @@ def test_the_smallest_world_is_the_least_that_helps() -> None:
     assert str(smallest_world(replace(JOB, layouts=("TP4,PP2", "TP2,PP2")))) == "TP2,PP2,DP1"
     assert smallest_world(replace(JOB, layouts=("TP3",))) is None
     assert str(smallest_world(JOB)) == "TP1,PP1,DP1"
+
+
+def test_every_number_of_devices_that_a_layout_fills_is_legal() -> None:
+    def legal(*layouts: str) -> list[int]:
+        return legal_worlds(replace(JOB, layouts=layouts or None), 32)
+
+    assert legal() == [1, 2, 3, 4, 6, 8, 12, 24]
+    assert legal("TP4,PP2") == [8, 16, 24, 32]
+    assert legal("TP2,DP3", "TP8,MBS5") == [6]
+    for count in range(1, 33):
+        found, _ = allowed_strategies(replace(JOB, layouts=("TP2,PP2", "TP1")), nodes(count))
+        fills = any(strategy.layout.world_size == count for strategy in found)
+        assert fills == (count in legal("TP2,PP2", "TP1"))
 
 
 def test_a_layout_that_breaks_rules_is_refused_with_all_of_them() -> None:

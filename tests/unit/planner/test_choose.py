@@ -193,3 +193,37 @@ def test_of_an_unknown_model_more_devices_and_a_smaller_bubble_win() -> None:
     few = replace(OUTLOOK, least_gain=0.2)
     kept = choose(job, CLUSTER, nodes(4), current=state, outlook=few)
     assert str(job.layout(kept.best.strategy)) == "TP1,PP4,DP1"  # little is gained by leaving
+
+
+@pytest.mark.parametrize(
+    ("layouts", "total", "said"),
+    [
+        (("TP3,PP2",), 4, "needs 6 devices); TP3,PP2,DP1 would fit 6, and others 12, 18, 24, 36"),
+        (("TP2,DP2", "TP2,DP4"), 3, "TP2,PP1,DP2 would fit 4, and others 8"),
+        (("TP8,PP3,DP1",), 8, "is pinned to 24 devices); TP8,PP3,DP1 would fit 24"),
+        (
+            ("DP5",),
+            5,
+            "12 does not divide by micro batch 1 x DP5); none would fit any other number",
+        ),
+        (("TP1,MBS5",), 4, "none would fit any other number"),
+    ],
+)
+def test_where_nothing_is_legal_the_numbers_that_are_legal_are_said(
+    layouts: tuple[str, ...], total: int, said: str
+) -> None:
+    base = replace(strategy("TP1"), global_batch_size=12)
+    with pytest.raises(ConfigError) as caught:
+        choose(Job(model=None, base=base, layouts=layouts), CLUSTER, nodes(total))
+    assert str(caught.value).endswith(said)
+
+
+def test_a_batch_that_no_number_of_devices_divides_is_told_which_do() -> None:
+    layout = ParallelLayout(micro_batch_size=4)
+    job = Job(model=None, base=replace(strategy("TP1"), layout=layout, global_batch_size=21))
+    with pytest.raises(ConfigError) as caught:
+        choose(job, CLUSTER, nodes(4))
+    assert str(caught.value).endswith(
+        "none would fit any other number; batches nearby that run: 24 on 3 numbers of ranks, "
+        "16 on 3 numbers of ranks, 20 on 1 numbers of ranks"
+    )

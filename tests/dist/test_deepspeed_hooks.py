@@ -1,0 +1,73 @@
+"""Scripts build this generation's layout, whatever they say; what would be lost is refused."""
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from multiprocessing import forkserver
+from pathlib import Path
+
+import pytest
+from check_deepspeed import PRELOAD
+
+from tenplex_megatron.testing.spawn import run_ranks
+from tests.dist.deepspeed_scripts import (
+    SCRIPTS,
+    partitioned,
+    said_of,
+    stages_built,
+    steps_of_named_model,
+    teacher_weights,
+)
+
+TIMEOUT_S = 60
+
+
+@pytest.fixture(scope="module", autouse=True)
+def warm_fork_server() -> Iterator[None]:
+    """Ranks are forked from a process that has imported DeepSpeed; the server of others ends."""
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    server = forkserver._forkserver  # type: ignore[attr-defined]  # no public way to end it
+    server._stop()
+    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
+    forkserver.ensure_running()
+    yield
+    server._stop()
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_what_would_be_lost_or_another_training_is_refused(name: str) -> None:
+    (said,) = run_ranks(said_of, 1, TIMEOUT_S, name, "DP1")
+    assert SCRIPTS[name][1] in said
+
+
+def test_a_model_with_a_method_of_an_engines_name_is_seen() -> None:
+    assert run_ranks(steps_of_named_model, 1, TIMEOUT_S) == [[1, 2, 3]]
+
+
+@pytest.mark.parametrize("trains", [False, True], ids=["no optimizer", "an optimizer"])
+def test_a_teacher_keeps_its_checkpoint_where_a_snapshot_follows(
+    tmp_path: Path, *, trains: bool
+) -> None:
+    before, after = (
+        run_ranks(_teacher, 1, TIMEOUT_S, tmp_path, follows, trains) for follows in (False, True)
+    )
+    assert before == after
+
+
+def _teacher(rank: int, folder: Path, follows: bool, trains: bool) -> list[float]:
+    return teacher_weights(rank, folder, follows=follows, trains=trains)
+
+
+@pytest.mark.parametrize(("layout", "stages"), [("PP1,DP2", 1), ("PP2,DP1", 2)])
+def test_a_pipeline_has_the_stages_of_the_layout(layout: str, stages: int) -> None:
+    assert run_ranks(stages_built, 2, TIMEOUT_S, layout) == [[stages] * 3] * 2
+
+
+@pytest.mark.parametrize(
+    ("layout", "stage", "is_cut"),
+    [("DP2", 3, True), ("DP2,ZERO1", 3, False), ("DP2,ZERO3", 3, True)],
+)
+def test_weights_are_cut_as_they_are_made_if_the_layout_says_so(
+    layout: str, stage: int, *, is_cut: bool
+) -> None:
+    assert run_ranks(partitioned, 2, TIMEOUT_S, layout, stage) == [[is_cut, True, is_cut]] * 2
