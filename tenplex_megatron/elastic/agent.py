@@ -63,6 +63,7 @@ from tenplex_megatron.elastic.records import (
     NodeReport,
     WorkerExit,
 )
+from tenplex_megatron.elastic.seats import seat
 from tenplex_megatron.elastic.step_times import read_step_times
 from tenplex_megatron.errors import ConfigError, LayoutError, TransportError
 
@@ -255,7 +256,11 @@ class ElasticAgent(LocalElasticAgent):
         present = self._generation()
         variables = {
             "RANK": worker.global_rank,
-            "LOCAL_RANK": worker.local_rank,
+            **seat(
+                worker.local_rank,
+                [other.local_rank for other in group.workers],
+                os.environ.get("CUDA_VISIBLE_DEVICES"),
+            ),
             "WORLD_SIZE": worker.world_size,
             "LOCAL_WORLD_SIZE": len(group.workers),
             "GROUP_RANK": group.group_rank,

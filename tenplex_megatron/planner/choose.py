@@ -267,8 +267,8 @@ def _nothing_legal(job: Job, total: int, illegal: Sequence[tuple[str, str]]) -> 
     if fit is None:
         return f"{problem}; none would fit any other number{_other_batches(job, total)}"
     worlds = legal_worlds(job, _MOST_TIMES * max(total, fit.world_size))
-    others = ", ".join(str(world) for world in worlds if world != fit.world_size)
-    return f"{problem}; {fit} would fit {fit.world_size}{others and f', and others {others}'}"
+    numbers = f"; numbers that do: {', '.join(map(str, worlds))}" if len(worlds) > 1 else ""
+    return f"{problem}{numbers}; {fit} would fit {fit.world_size}"
 
 
 def _other_batches(job: Job, total: int) -> str:

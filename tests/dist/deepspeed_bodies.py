@@ -2,6 +2,7 @@
 
 import itertools
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +66,28 @@ def first_samples(rank: int, job: Job) -> list[int]:
     return [sample for batch in batches for sample in batch]
 
 
+def scales_around_a_checkpoint(rank: int, folder: Path) -> tuple[float, float, float]:
+    """The loss scale as it is saved, after another step, and after it was loaded."""
+    from tenplex_megatron.adapters.deepspeed.masters import masters_of
+    from tenplex_megatron.adapters.deepspeed.optimizer import optimizer_progress
+
+    prepare_rank(rank)
+    engine = build(Job(ParallelLayout(zero_stage=1), precision="fp16"), seed=1)
+    masters = masters_of(engine.optimizer)
+    keys = {id(parameter): name for parameter, name in engine.param_names.items()}
+
+    def scale() -> float:
+        return optimizer_progress(masters, keys)["scale"]["cur_scale"]
+
+    train(engine, 1)
+    saved = scale()
+    engine.save_checkpoint(folder)
+    train(engine, 1)
+    before = scale()
+    engine.load_checkpoint(folder)
+    return saved, before, scale()
+
+
 def snapshot_within_window(rank: int, job: Job) -> tuple[str, int]:
     """What an export after the first of several micro-batches says, and the step it then has."""
     from tenplex_megatron.adapters.deepspeed.state import DeepSpeedState
@@ -109,6 +132,10 @@ def with_expanded(engine: torch.nn.Module) -> None:
     engine.module.block.scale = torch.ones(()).expand(WIDTH)
 
 
+def with_moved(engine: torch.nn.Module) -> None:
+    engine.module.temperature.data = engine.module.temperature.data.clone()
+
+
 def with_sharded_lora(engine: torch.nn.Module) -> None:
     from deepspeed.linear import LoRAConfig, OptimizedLinear
 
@@ -139,6 +166,7 @@ ENGINES: dict[str, tuple[int, Callable[[Any], None]]] = {
     "partial offload": (3, with_partial_offload),
     "transposed": (1, with_transposed),
     "expanded": (0, with_expanded),
+    "moved": (2, with_moved),
     "sharded": (1, with_sharded_lora),
     "stranger": (0, with_stranger),
     "mpu": (1, lambda engine: setattr(engine, "mpu", SplitInTwo())),

@@ -27,6 +27,7 @@ from tests.dist.deepspeed_bodies import (
     boxes_beside_deepspeed,
     first_samples,
     refusals,
+    scales_around_a_checkpoint,
     snapshot_within_window,
     unlike_fresh_masters,
 )
@@ -100,19 +101,15 @@ def test_every_optimizer_and_precision_goes_to_every_stage(
 
 def test_sixteen_bit_pipelines_go_to_each_other(store_directory: Path) -> None:
     kind = {"model": "pipeline", "precision": "bf16"}
-    one, two, whole = (
-        Job(ParallelLayout(pp=2, zero_stage=0), **kind),
-        Job(ParallelLayout(pp=2, zero_stage=1), **kind),
-        Job(ParallelLayout(dp=2, zero_stage=1), **kind),
-    )
-    pairs = ((one, two), (two, one), (one, whole), (whole, one))
-    assert_exact(run_check(Check("pipelines", pairs, 0.02, 1), store_directory))
+    one, other = (Job(ParallelLayout(pp=2, zero_stage=stage), **kind) for stage in (0, 1))
+    check = Check("pipelines", ((one, other), (other, one)), 0.02, 1)
+    assert_exact(run_check(check, store_directory))
 
 
 def test_words_that_are_cut_unevenly_go_to_other_cuts(store_directory: Path) -> None:
     shapes = ({"tp": 2, "zero_stage": 1}, {"tp": 4, "zero_stage": 3}, {"zero_stage": 0})
     jobs = [Job(ParallelLayout(**shape), model="vocabulary") for shape in shapes]
-    pairs = tuple(zip(jobs, [*jobs[1:], jobs[0]], strict=True))
+    pairs = tuple(itertools.pairwise(jobs))
     assert_exact(run_check(Check("vocabulary", pairs), store_directory))
 
 
@@ -167,6 +164,11 @@ def test_every_box_is_what_deepspeed_says_of_the_whole_tensor(stage: int, precis
     assert run_ranks(boxes_beside_deepspeed, 3, 120.0, job) == [[], [], []]
 
 
+def test_the_loss_scale_is_that_of_a_loaded_checkpoint(tmp_path: Path) -> None:
+    saved, before, loaded = run_ranks(scales_around_a_checkpoint, 1, 120.0, tmp_path)[0]
+    assert saved == loaded != before
+
+
 def test_an_export_within_an_accumulation_window_is_refused_and_possible_after_it() -> None:
     message, step = run_ranks(snapshot_within_window, 1, 120.0, zero(1, 1))[0]
     assert message.startswith("a snapshot was asked for after 1 of 2 micro-batches of step 2")
@@ -182,6 +184,7 @@ REFUSALS = {
     "partial offload": "offload_optimizer.ratio is 0.5",
     "transposed": "frozen: a tensor of shape (5, 7) has strides (1, 5)",
     "expanded": "block.scale: a tensor of shape (7,) has strides (0,)",
+    "moved": "a parameter of shape (1,) has left the memory that DeepSpeed keeps its group in",
     "sharded": "adapted: its base weight is split over 2 ranks",
     "stranger": "a parameter of shape (3,) is trained but is not one of the engine's module",
     "mpu": "the model is split over 2 ranks by an mpu of its own",

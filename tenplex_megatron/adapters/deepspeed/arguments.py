@@ -111,12 +111,26 @@ class DeepSpeedArguments(ArgumentAdapter):
     def layout_arguments(
         self, argv: Sequence[str], layout: ParallelLayout, allowed: Sequence[ParallelLayout]
     ) -> list[str]:
-        """See `ArgumentAdapter.layout_arguments`: the worker rewrites the configuration itself."""
+        """See `ArgumentAdapter.layout_arguments`.
+
+        The worker rewrites the configuration; flags of the script that repeat it follow.
+        """
         config = _config(argv)
         for other in allowed:
             check_layout(config, other)
-        for_layout(config, layout)
-        return []
+        found = for_layout(config, layout)
+        repeated = {
+            "--pipeline-model-parallel-size": layout.pp,
+            "--tensor-model-parallel-size": layout.tp,
+            "--zero-stage": layout.zero_stage,
+            "--micro-batch-size": found["train_micro_batch_size_per_gpu"],
+        }
+        given = {token.partition("=")[0] for token in argv}
+        return [
+            f"{flag}={value}"
+            for flag, value in repeated.items()
+            if flag in given and value is not None
+        ]
 
     def device_arguments(self, device: str) -> list[str]:
         """See `ArgumentAdapter.device_arguments`."""

@@ -7,6 +7,7 @@ pass every argument through.
 import importlib
 import inspect
 import itertools
+import os
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -47,6 +48,8 @@ class DeepSpeedAdapter(FrameworkAdapter):
     def install(self, observer: StepObserver, layout: ParallelLayout) -> None:
         """See `FrameworkAdapter.install`."""
         _skip_compilation()
+        # As DeepSpeed's launcher says it; its CPU accelerator counts devices by it.
+        os.environ["LOCAL_SIZE"] = os.environ.get("LOCAL_WORLD_SIZE", "1")
         builder = Builder(layout, snapshot_follows=observer.imports_state)
         builder.install()
         _launches[:] = [_Launch(observer, builder)]

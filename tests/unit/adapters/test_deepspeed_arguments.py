@@ -364,3 +364,24 @@ def test_one_process_of_every_launcher_becomes_the_agent(
     more = dict(zip(names, ("0", "4(x2)" if launcher == "srun" else "4", "8"), strict=True))
     with pytest.raises(ConfigError, match=r"started 8 .* several nodes .* once on every node"):
         run_arguments(words, more)
+
+
+def test_flags_of_the_script_that_repeat_the_layout_follow_it(flags: list[str]) -> None:
+    chosen = layout("DP2,ZERO3,MBS4")
+    assert ARGUMENTS.layout_arguments(flags, chosen, [chosen]) == []
+    given = [
+        *flags,
+        "--zero-stage",
+        "1",
+        "--pipeline-model-parallel-size=2",
+        "--micro-batch-size=1",
+    ]
+    assert ARGUMENTS.layout_arguments(given, chosen, [chosen]) == [
+        "--pipeline-model-parallel-size=1",
+        "--zero-stage=3",
+        "--micro-batch-size=4",
+    ]
+    assert ARGUMENTS.layout_arguments(given, layout("DP2"), [chosen]) == [
+        "--pipeline-model-parallel-size=1",
+        "--micro-batch-size=2",
+    ]

@@ -7,7 +7,13 @@ import pytest
 import torch
 from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rng_tracker
 
-from tenplex_megatron.adapters.deepspeed.randomness import export_streams, import_streams, reseed
+from tenplex_megatron.adapters.deepspeed.randomness import (
+    export_streams,
+    import_streams,
+    refresh_streams,
+    reseed,
+)
+from tenplex_megatron.errors import LayoutError
 
 
 def draw() -> list[float]:
@@ -81,3 +87,13 @@ def test_new_tracked_streams_follow_from_their_own_seed_and_the_step() -> None:
     get_cuda_rng_tracker().add("mine", 2)
     reseed(3)
     assert draw_tracked("mine") == drawn[2, 3]
+
+
+def test_memory_follows_the_streams_and_streams_that_come_later_are_refused() -> None:
+    memory = export_streams()
+    draw()
+    refresh_streams(memory)
+    assert all(torch.equal(memory[name], state) for name, state in export_streams().items())
+    get_cuda_rng_tracker().add("late", 7)
+    with pytest.raises(LayoutError, match=r"random streams: .* now; expected .* before elastic"):
+        refresh_streams(memory)

@@ -198,8 +198,8 @@ def test_of_an_unknown_model_more_devices_and_a_smaller_bubble_win() -> None:
 @pytest.mark.parametrize(
     ("layouts", "total", "said"),
     [
-        (("TP3,PP2",), 4, "needs 6 devices); TP3,PP2,DP1 would fit 6, and others 12, 18, 24, 36"),
-        (("TP2,DP2", "TP2,DP4"), 3, "TP2,PP1,DP2 would fit 4, and others 8"),
+        (("TP3,PP2",), 4, "; numbers that do: 6, 12, 18, 24, 36; TP3,PP2,DP1 would fit 6"),
+        (("TP2,DP2", "TP2,DP4"), 3, "; numbers that do: 4, 8; TP2,PP1,DP2 would fit 4"),
         (("TP8,PP3,DP1",), 8, "is pinned to 24 devices); TP8,PP3,DP1 would fit 24"),
         (
             ("DP5",),
