@@ -5,6 +5,7 @@ import os
 import re
 import shutil
 import subprocess
+import textwrap
 from pathlib import Path
 
 import pytest
@@ -14,12 +15,22 @@ PATCHES = ROOT / "patches"
 COMPAT = ROOT / "tenplex_megatron/adapters/megatron/compat.py"
 IMPORT = "    import tenplex_megatron.auto"
 LINE = re.compile(r"core_v(\d+\.\d+)")
+ADDITION = re.compile(r"@@ -\d+,0 \+\d+,\d+ @@")
 HUNK = re.compile(r"@@ -(\d+),0 \+(\d+) @@")
 MEGATRON = os.environ.get("MEGATRON_LM_DIR", "")
 
 
 def patches() -> list[Path]:
-    return sorted(PATCHES.glob("*.patch"))
+    return sorted(PATCHES.glob("core_v*.patch"))
+
+
+def test_the_patch_of_the_fork_holds_no_line_of_it() -> None:
+    head, index, old, new, *lines = (PATCHES / "megatron_deepspeed.patch").read_text().splitlines()
+    assert head == "diff --git a/megatron/training.py b/megatron/training.py"
+    assert re.fullmatch(r"index [0-9a-f]{40}\.\.[0-9a-f]{40} 100644", index)
+    assert (old, new) == ("--- a/megatron/training.py", "+++ b/megatron/training.py")
+    assert all(line.startswith("+") or ADDITION.fullmatch(line) for line in lines)
+    compile(textwrap.dedent("\n".join(line[1:] for line in lines[-6:])), "patch", "exec")
 
 
 @pytest.mark.parametrize("patch", patches(), ids=lambda path: path.stem)
