@@ -83,10 +83,13 @@ def _step(engine: Any) -> float:
 
 
 def _set_buffers(model: torch.nn.Module, step: int) -> None:
-    """What a resumed run can know from the snapshot alone."""
-    for name, buffer in model.named_buffers():
-        if name.endswith(("scale", "shift")):
-            buffer.fill_(1.0 + 0.1 * step)
+    """What a resumed run can know from the snapshot alone, in the same memory and in other."""
+    for module in model.modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name == "scale":
+                buffer.fill_(1.0 + 0.1 * step)
+            if name == "shift":
+                setattr(module, name, torch.full_like(buffer, 1.0 + 0.1 * step))
 
 
 def prepare_rank(rank: int) -> None:
@@ -246,6 +249,7 @@ def fingerprint_of(
     state: TrainingState, rank: int, transport: ProcessGroupTransport
 ) -> dict[str, int]:
     """Tensor -> fingerprint over all ranks, of everything but random streams."""
+    state.refresh()
     pieces = [piece for piece in state.pieces() if not piece.is_local]
     collection = gather_collection(
         {piece.spec.name: piece.spec for piece in pieces},

@@ -125,7 +125,7 @@ class ElasticSession(StepObserver):
         )
         self._snapshots = Snapshotter(state, pieces, writer)
         if self._policy.audit.state:
-            self._audit = _StateAudit(pieces, self._rank, self._transport, self._policy)
+            self._audit = _StateAudit(state, pieces, self._rank, self._transport, self._policy)
             self._mark("fingerprint", tensors=self._audit.fingerprint(), when="arrival")
         self._mark("imported" if self._spec.source else "ready", batch_size=state.global_batch_size)
 
@@ -272,11 +272,13 @@ class _StateAudit:
 
     def __init__(
         self,
+        state: TrainingState,
         pieces: Sequence[Piece],
         rank: int,
         transport: ProcessGroupTransport,
         policy: ElasticPolicy,
     ) -> None:
+        self._state = state
         shared = [piece for piece in pieces if not piece.is_local]
         self._targets = [Target(piece.box, piece.flat) for piece in shared]
         self._rank, self._transport = rank, transport
@@ -289,6 +291,7 @@ class _StateAudit:
         )
 
     def fingerprint(self) -> dict[str, int]:
+        self._state.refresh()
         return fingerprint_state(
             self._collection,
             self._rank,

@@ -42,8 +42,7 @@ pytestmark = [
 def checkout(tmp_path: Path) -> Path:
     """The patched fork, its dataset helpers compiled for this Python."""
     folder = tmp_path / "fork"
-    shutil.copytree(CHECKOUT / "megatron", folder / "megatron")
-    shutil.copy(CHECKOUT / "pretrain_gpt.py", folder)
+    shutil.copytree(CHECKOUT, folder, ignore=shutil.ignore_patterns(".git", "*.so"))
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(tmp_path)}
     apply = ["git", "apply", "--unidiff-zero", str(PATCH)]
     subprocess.run(apply, cwd=folder, check=True, env=environment)

@@ -6,7 +6,7 @@ model's modules, so that a pipeline stage calls a layer what every other split c
 has a meaning.
 """
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,17 +19,16 @@ from deepspeed.pipe import PipelineModule
 from tenplex_megatron.adapters.deepspeed.affine import parts_of_shard
 from tenplex_megatron.adapters.parts import Part
 from tenplex_megatron.core.region import Region
-from tenplex_megatron.errors import UnsupportedLayoutError
+from tenplex_megatron.errors import LayoutError, UnsupportedLayoutError
 
-__all__ = ["Held", "ModelTensors", "describe_model", "owned_range"]
+__all__ = ["Buffers", "Held", "ModelTensors", "describe_model", "owned_range"]
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Held:
     """Elements `[start, stop)` of a flattened local tensor that no optimizer updates.
 
-    `counts` says that the value of this rank is the one to keep, `changes_early` that the forward
-    pass writes to it.
+    `counts` says that the value of this rank is the one to keep.
     """
 
     parts: tuple[Part, ...]
@@ -37,20 +36,60 @@ class Held:
     start: int
     stop: int
     counts: bool = True
-    changes_early: bool = False
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Buffers:
+    """Copies of a model's persistent buffers, flat, by name.
+
+    A forward pass may put another tensor in the place of a buffer, and keep the one before for
+    itself; only a copy stays where it is, and belongs to nobody else.
+    """
+
+    model: torch.nn.Module
+    copies: Mapping[str, torch.Tensor]
+
+    def refresh(self) -> None:
+        """Take over what the model has now."""
+        for buffer, copied in self._pairs():
+            copied.copy_(buffer)
+
+    def restore(self) -> None:
+        """Set what the model has now."""
+        for buffer, copied in self._pairs():
+            buffer.copy_(copied)
+
+    def _pairs(self) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+        """Every buffer and its copy, in one shape.
+
+        Raises:
+            LayoutError: the model has other buffers than when it was described.
+        """
+        found = {name: one.detach() for name, one in _persistent_buffers(self.model)}
+        for name in sorted(found.keys() | self.copies.keys()):
+            now, then = found.get(name), self.copies.get(name)
+            if now is None or then is None or _size(now) != _size(then):
+                raise LayoutError(
+                    f"buffer {name}: {_size(then)} when the engine became elastic, {_size(now)} "
+                    "now; expected buffers that keep their number, size and type, or "
+                    "register_buffer(..., persistent=False)"
+                )
+            yield now, then.view(now.shape)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelTensors:
     """The parts and the key of every parameter, by its identity, and what is not trained.
 
-    `followers` are parameters whose values count on another rank.
+    `followers` are parameters whose values count on another rank; `untrained` has the copies of
+    `buffers` as well as frozen weights.
     """
 
     parts: dict[int, tuple[Part, ...]]
     keys: dict[int, str]
     untrained: tuple[Held, ...]
     followers: frozenset[int]
+    buffers: Buffers
 
 
 def owned_range(parameter: Any) -> tuple[int, int]:
@@ -86,12 +125,14 @@ def describe_model(engine: Any, tp_rank: int, trained: Collection[int]) -> Model
         if id(parameter) not in trained:
             counts = id(parameter) not in followers
             untrained.extend(_kept(key, parameter, parts[id(parameter)], counts=counts))
+    copies = {}
     for name, buffer in _persistent_buffers(engine.module):
-        key, whole = _global_name(name, experts), Region.full(tuple(buffer.shape))
-        part = Part(key, tuple(buffer.shape), False, whole, 0)
-        held = Held((part,), _flat(key, buffer), 0, buffer.numel(), changes_early=True)
-        untrained.append(held)
-    return ModelTensors(parts, keys, tuple(untrained), followers)
+        whole = Region.full(tuple(buffer.shape))
+        part = Part(_global_name(name, experts), whole.stop, False, whole, 0)
+        copies[name] = _flat(part.key, buffer).clone()
+        untrained.append(Held((part,), copies[name], 0, buffer.numel()))
+    buffers = Buffers(engine.module, copies)
+    return ModelTensors(parts, keys, tuple(untrained), followers, buffers)
 
 
 def _check_layers(model: torch.nn.Module) -> None:
@@ -138,6 +179,10 @@ def _flat(key: str, tensor: torch.Tensor) -> torch.Tensor:
             "expected contiguous memory: call .contiguous() on it before deepspeed.initialize"
         )
     return tensor.detach().view(-1)
+
+
+def _size(tensor: torch.Tensor | None) -> str:
+    return "missing" if tensor is None else f"{tensor.numel()} elements of {tensor.dtype}"
 
 
 def _persistent_buffers(model: torch.nn.Module) -> Iterator[tuple[str, torch.Tensor]]:

@@ -8,7 +8,6 @@ rounded.
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -83,7 +82,7 @@ class DeepSpeedState(TrainingState):
         return global_batch_size(self._engine)
 
     def pieces(self, stored: Mapping[str, TensorSpec] | None = None) -> tuple[Piece, ...]:
-        """See `TrainingState.pieces`; masters and moments are views, random streams are copies."""
+        """See `TrainingState.pieces`; buffers and random streams are copies, the rest is views."""
         self._random_memory = randomness.export_streams()
         streams = {f"random/{self._place}/{name}": name for name in self._random_memory}
         self._random_is_stored = stored is None or all(name in stored for name in streams)
@@ -98,8 +97,8 @@ class DeepSpeedState(TrainingState):
 
     def refresh(self) -> None:
         """See `TrainingState.refresh`."""
-        for name, state in randomness.export_streams().items():
-            self._random_memory[name].copy_(state)
+        self._model.buffers.refresh()
+        randomness.refresh_streams(self._random_memory)
 
     def _describe_trained(self) -> Iterator[tuple[bool, Piece]]:
         """Pieces of masters and their state, and whether their values count."""
@@ -114,7 +113,7 @@ class DeepSpeedState(TrainingState):
         for held in self._model.untrained:
             for part in held.parts:
                 for piece in pieces_of("param", part, held.flat, held.start, held.stop):
-                    yield held.counts, replace(piece, is_early=held.changes_early)
+                    yield held.counts, piece
 
     def _parts(self, parameter: torch.nn.Parameter) -> tuple[Any, ...]:
         if id(parameter) not in self._model.parts:
@@ -172,6 +171,7 @@ class DeepSpeedState(TrainingState):
     def finish_import(self) -> None:
         """See `TrainingState.finish_import`; random streams follow with `resume_streams`."""
         self._masters.refresh()
+        self._model.buffers.restore()
         imported = {name: memory.clone() for name, memory in self._random_memory.items()}
         self._pending_streams = imported if self._random_is_stored else {}
 
