@@ -141,7 +141,8 @@ class ElasticPolicy:
     """`cuda`, or `cpu`: the stand-in that runs the framework over gloo."""
     snapshot: SnapshotPolicy = field(default_factory=SnapshotPolicy)
     layouts: tuple[str, ...] | None = None
-    """Layouts the job may use ("TP2,PP2"; DP follows from the devices); None: every legal one."""
+    """Layouts the job may use ("TP2,PP2"; DP follows from the devices); None: every legal one, with
+    DeepSpeed data parallelism alone, times `autotp_size` of its configuration."""
     schedule: Mapping[int, int] = field(default_factory=dict)
     """After step s is finished, go to N devices; step 0 sets the devices of the start."""
     failed_device: str = "drop"
