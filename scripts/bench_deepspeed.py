@@ -63,21 +63,23 @@ def main() -> int:
         parts = ", ".join(f"{name} {theirs[-1][name]:.1f} s" for name in PARTS)
         console.print(f"{number + 1}: universal checkpoint: {parts}")
     universal = [parts["convert"] + parts["restart"] for parts in theirs]
+    ours_s, universal_s = statistics.median(ours), statistics.median(universal)
     result = {
-        "ours_s": spread(ours),
-        "universal_s": spread(universal),
-        "universal_parts_s": {name: spread([one[name] for one in theirs]) for name in PARTS},
+        "ours_s": ours_s,
+        "universal_s": universal_s,
+        "ratio": universal_s / ours_s,
+        "spread_s": {"ours": spread(ours), "universal": spread(universal)}
+        | {name: spread([one[name] for one in theirs]) for name in PARTS},
         "parameters": LAYERS * WIDTH * (WIDTH + 1),
-        "ratio": statistics.median(universal) / statistics.median(ours),
     }
     if given.json:
         print(json.dumps(result))
     else:
         print(
             f"SIGKILL to the end of the first resumed step, median of {len(ours)}: tenplex "
-            f"{result['ours_s']['median']:.2f} s, Universal Checkpoint "
-            f"{result['universal_s']['median']:.1f} s without the launcher's end, ratio "
-            f"{result['ratio']:.1f}"
+            f"{ours_s:.2f} s ({min(ours):.2f} to {max(ours):.2f}), Universal Checkpoint "
+            f"{universal_s:.1f} s ({min(universal):.1f} to {max(universal):.1f}) without the "
+            f"launcher's end, ratio {universal_s / ours_s:.1f}"
         )
     return 0
 

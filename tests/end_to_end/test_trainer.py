@@ -158,8 +158,9 @@ def test_a_trainer_changes_its_devices_as_planned(
         "layouts": ["DP3,ZERO2", "DP2,ZERO3", "DP1,ZERO1"],
         "schedule": {6: 2, 10: 1},
         "audit": {"samples": True, "state": True},
+        "preload": ["transformers.models.gpt2.modeling_gpt2"],
     }
-    job = Job(tmp_path / "job", "gpt2", 2, policy)
+    job = Job(tmp_path / "job", "gpt2", 2, policy, dataloader_num_workers=1)
     finished(start(job, 3))
     check_against(calm, job, left_at=(6, 10))
     run = read_run([job.run_dir])
