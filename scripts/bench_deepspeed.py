@@ -29,6 +29,7 @@ console = Console(stderr=True, highlight=False)
 WORK = Path(f"/dev/shm/tenplex-bench-deepspeed-{os.getuid()}")
 LIMIT_S = 300
 BATCH, WIDTH, LAYERS = 12, 512, 8
+WORKER = Path(__file__).with_name("deepspeed_worker.py")
 POLICY = "{framework: deepspeed, device: cpu, snapshot: {every_steps: 1}}"
 CONFIG: dict[str, Any] = {
     "train_batch_size": BATCH,
@@ -88,7 +89,7 @@ def resume_elastic() -> float:
     """Kill a rank of an elastic job; seconds to the end of its first step after that."""
     (WORK / "policy.yaml").write_text(POLICY)
     command = ["tenplex_megatron.run", f"--run-dir={WORK / 'run'}", "--redirects=3"]
-    command += [f"--store-dir={WORK / 'store'}", str(Path(__file__)), "--worker=elastic"]
+    command += [f"--store-dir={WORK / 'store'}", str(WORKER), "--worker=elastic"]
     command.append(f"--elastic-policy={WORK / 'policy.yaml'}")
     marks = Tail(WORK / "marks.jsonl")
     seen: list[dict[str, Any]] = []
@@ -114,7 +115,7 @@ def resume_universal() -> dict[str, float]:
         seen.extend(marks.read())
         return seen
 
-    with launched(4, str(Path(__file__)), "--worker=universal") as process:
+    with launched(4, str(WORKER), "--worker=universal") as process:
         wait_for(process, lambda: len(read()) >= 3)
         killed = kill(seen[-1]["pid"])
         process.wait(LIMIT_S)
@@ -129,9 +130,7 @@ def resume_universal() -> dict[str, float]:
     with (WORK / "log").open("a") as log:
         subprocess.run(convert, check=True, stdout=log, stderr=log, env=environment())
     converted = time.time()
-    with launched(
-        3, str(Path(__file__)), "--worker=universal", f"--load={newest}_universal"
-    ) as run:
+    with launched(3, str(WORKER), "--worker=universal", f"--load={newest}_universal") as run:
         wait_for(run, lambda: any(mark["world"] == 3 for mark in read()))
     first = next(mark for mark in seen if mark["world"] == 3)
     return {
@@ -154,7 +153,7 @@ def launched(ranks: int, *command: str) -> Iterator[subprocess.Popen[bytes]]:
     """A job under DeepSpeed's launcher, ended when the block is left."""
     (WORK / "ds.json").write_text(json.dumps(CONFIG))
     words = [*LAUNCHER, f"--num_accelerators={ranks}", f"--master_port={PORT}", *command]
-    words.append(f"--deepspeed_config={WORK / 'ds.json'}")
+    words += [f"--deepspeed_config={WORK / 'ds.json'}", f"--width={WIDTH}", f"--layers={LAYERS}"]
     with (WORK / "log").open("a") as log:
         process = subprocess.Popen(
             words, stdout=log, stderr=log, env=environment(), start_new_session=True
@@ -185,50 +184,5 @@ def wait_for(process: subprocess.Popen[bytes], is_there: Callable[[], bool]) -> 
         time.sleep(0.005)
 
 
-def worker() -> None:
-    """A rank of either job; the third one marks every step it has finished."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--worker")
-    parser.add_argument("--load")
-    import deepspeed
-    import torch
-
-    given = deepspeed.add_config_arguments(parser).parse_args()
-    if given.worker == "universal":
-        # DeepSpeed would compile a kernel for CPU collectives first.
-        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
-    config = json.loads(Path(given.deepspeed_config).read_text())
-    given.deepspeed_config = None
-    if given.load:
-        config["checkpoint"] = {"load_universal": True}
-    torch.manual_seed(1)
-    net = torch.nn.Sequential(*(torch.nn.Linear(WIDTH, WIDTH) for _ in range(LAYERS)))
-    engine, *_ = deepspeed.initialize(
-        args=given, model=net, model_parameters=net.parameters(), config=config
-    )
-    if given.worker == "elastic":
-        from tenplex_megatron.deepspeed import elastic
-
-        engine = elastic(engine)
-    elif given.load:
-        engine.load_checkpoint(str(WORK / "checkpoint"), tag=given.load)
-    while engine.global_steps < 100000:
-        engine.backward(engine(torch.ones(1, WIDTH)).square().mean())
-        before = engine.global_steps
-        engine.step()
-        if engine.global_steps == before:
-            continue
-        if torch.distributed.get_rank() == 2:
-            world = torch.distributed.get_world_size()
-            row = {"world": world, "time": time.time(), "pid": os.getpid()}
-            with (WORK / "marks.jsonl").open("a") as file:
-                file.write(json.dumps(row) + "\n")
-        if given.worker == "universal":
-            engine.save_checkpoint(str(WORK / "checkpoint"), tag=f"step{engine.global_steps}")
-
-
 if __name__ == "__main__":
-    if any(word.startswith("--worker=") for word in sys.argv[1:]):
-        worker()
-    else:
-        sys.exit(main())
+    sys.exit(main())

@@ -23,6 +23,7 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
+from deepspeed_engines import OPTIMIZERS
 from deepspeed_models import Job
 from deepspeed_worlds import AFTER, Outcome, run_sources, run_targets
 
@@ -94,6 +95,7 @@ def all_checks(*, quick: bool, compiled: bool = False) -> tuple[Check, ...]:
         Check("ZeRO bf16", _zero_pairs("bf16", quick=quick), 0.02, 1),
         Check("ZeRO fp16", _zero_pairs("fp16", quick=True), 0.02, 1),
         Check("BF16 optimizer", _bf16_optimizer_pairs(), 0.02, 1),
+        Check("optimizers", _torch_pairs(quick=quick)),
         Check("pipelines", _pipeline_pairs(quick=quick)),
         Check("tensor parallel", _tensor_pairs(quick=quick)),
         Check("experts", _expert_pairs(quick=quick)),
@@ -122,6 +124,16 @@ def _bf16_optimizer_pairs() -> tuple[Pair, ...]:
         (own[0], own[1]),
         *((other, own[1]) for other in others),
         *((own[1], other) for other in others),
+    )
+
+
+def _torch_pairs(*, quick: bool) -> tuple[Pair, ...]:
+    """Each of torch's optimizers from every stage to every stage; quick: from one to one."""
+    stages = tuple(itertools.product(STAGES, STAGES))
+    return tuple(
+        (_zero(source, 2, optimizer=name), _zero(target, 3, optimizer=name))
+        for number, name in enumerate(OPTIMIZERS)
+        for source, target in (stages[5 * number % 16 :][:1] if quick else stages)
     )
 
 

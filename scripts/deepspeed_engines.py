@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from deepspeed_models import BATCH, HEADS, PAIRS, Job, model_of
 
-__all__ = ["build"]
+__all__ = ["OPTIMIZERS", "build"]
 
 MICRO = {1: 6, 2: 3, 3: 2, 4: 3}
 """Samples of one micro-batch, by the number of data-parallel ranks."""
@@ -19,6 +19,22 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 """What a configuration of ZeRO may have besides the stage."""
 
+OPTIMIZERS: dict[str, tuple[Any, dict[str, Any]]] = {
+    "adamw": (torch.optim.AdamW, {"weight_decay": 0.1}),
+    "amsgrad": (torch.optim.Adam, {"amsgrad": True}),
+    "nadam": (torch.optim.NAdam, {}),
+    "radam": (torch.optim.RAdam, {"weight_decay": 0.1}),
+    "adamax": (torch.optim.Adamax, {}),
+    "adadelta": (torch.optim.Adadelta, {"lr": 0.5}),
+    "adagrad": (torch.optim.Adagrad, {"initial_accumulator_value": 0.1}),
+    "rmsprop": (torch.optim.RMSprop, {"momentum": 0.5, "centered": True}),
+    "rprop": (torch.optim.Rprop, {}),
+    "asgd": (torch.optim.ASGD, {"lr": 0.1, "lambd": 0.01, "t0": 2.0}),
+    "sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.1}),
+    "damped-sgd": (torch.optim.SGD, {"lr": 0.1, "momentum": 0.9, "dampening": 0.5}),
+}
+"""Torch's optimizers that update every element by itself."""
+
 
 def build(job: Job, seed: int) -> Any:
     """An engine whose weights and buffers follow from the seed."""
@@ -28,12 +44,14 @@ def build(job: Job, seed: int) -> Any:
     torch.nn.functional.linear = LINEAR
     torch.manual_seed(seed)
     model = model_of(job)
+    # The schedule is of the optimizer that was given, which is not that Adagrad.
+    decay = 1.0 if job.optimizer == "adagrad" else 0.8
     engine, *_ = deepspeed.initialize(
         model=model,
         model_parameters=_groups(job, model),
         # Made by DeepSpeed, since tensor parallelism cuts the parameters first.
         optimizer=lambda groups: _optimizer(job.optimizer, groups),
-        lr_scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: 0.8**step),
+        lr_scheduler=lambda made: torch.optim.lr_scheduler.LambdaLR(made, lambda step: decay**step),
         config=config_of(job),
     )
     return engine
@@ -42,6 +60,8 @@ def build(job: Job, seed: int) -> Any:
 def _groups(job: Job, model: torch.nn.Module) -> list[dict[str, Any]]:
     """Two groups of all that the script hands over, the frozen parameters too."""
     given = [one for name, one in model.named_parameters() if name != "left_out"]
+    if job.optimizer == "adagrad":  # For ZeRO DeepSpeed makes it anew, with one group of all.
+        return [{"name": "all", "params": given}]
     groups: list[dict[str, Any]] = [
         {"name": "matrices", "params": [one for one in given if one.dim() > 1]},
         {"name": "rest", "params": [one for one in given if one.dim() <= 1]},
@@ -55,12 +75,9 @@ def _groups(job: Job, model: torch.nn.Module) -> list[dict[str, Any]]:
 
 
 def _optimizer(name: str, groups: Iterable[Any]) -> torch.optim.Optimizer:
-    if name == "adamw":
-        return torch.optim.AdamW(groups, lr=0.01, weight_decay=0.1)
-    if name == "amsgrad":
-        return torch.optim.Adam(groups, lr=0.01, amsgrad=True)
-    if name == "sgd":
-        return torch.optim.SGD(groups, lr=0.1, momentum=0.9, weight_decay=0.1)
+    if name in OPTIMIZERS:
+        kind, options = OPTIMIZERS[name]
+        return kind(groups, **{"lr": 0.01, **options})
     # DeepSpeed's own, compiled at their first use.
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 

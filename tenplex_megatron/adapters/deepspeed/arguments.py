@@ -71,6 +71,7 @@ class DeepSpeedArguments(ArgumentAdapter):
         # What the first engine of a process imports, 5 s of it torch's compiler.
         "deepspeed.module_inject.auto_ep_layer",
         "deepspeed.runtime.superoffload.superoffload_stage3",
+        "deepspeed.runtime.zero.muon.original_muon",
         "setuptools",
         "torch._dynamo",
         "torch._inductor.compile_fx",
