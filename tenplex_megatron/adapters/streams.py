@@ -1,16 +1,20 @@
-"""Which random streams does every process carry, as bytes?"""
+"""Which random streams does every process carry, as bytes, and when are they set again?"""
 
 import random
 import struct
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 
+from tenplex_megatron.adapters.base import Piece
+from tenplex_megatron.core.region import Region
+from tenplex_megatron.core.tensors import Box, TensorSpec
 from tenplex_megatron.errors import LayoutError
 
 __all__ = [
+    "CarriedStreams",
     "StreamTracker",
     "derived_seed",
     "export_process_streams",
@@ -22,6 +26,76 @@ __all__ = [
 PYTHON_WORDS = 625
 NUMPY_WORDS = 624
 _TRACKED = "tracker."
+
+
+type Streams = dict[str, torch.Tensor]
+"""The bytes of every stream of a process, 1-D uint8, by its name."""
+
+
+class CarriedStreams:
+    """The streams of one process as part of its state.
+
+    Args:
+        export: every stream of this process.
+        load: sets them from what `export` gave.
+    """
+
+    def __init__(self, export: Callable[[], Streams], load: Callable[[Streams], None]) -> None:
+        self._export, self._load = export, load
+        self._memory: Streams = {}
+        self._is_stored = False
+        self._pending: Streams | None = None
+        """Streams to set before the first step; empty: derive them; None: leave them alone."""
+
+    def pieces(self, place: str, stored: Mapping[str, TensorSpec] | None) -> list[Piece]:
+        """Copies of them; of a snapshot all, or none where it lacks one.
+
+        Args:
+            place: whose streams they are, equal for the ranks and layouts that continue them.
+            stored: the tensors of the snapshot to import; None: what a snapshot would store.
+        """
+        self._memory = self._export()
+        pieces = []
+        for name, memory in self._memory.items():
+            spec = TensorSpec(f"random/{place}/{name}", (memory.numel(),), "uint8")
+            box = Box(spec.name, Region.full(spec.shape))
+            pieces.append(Piece(spec, box, memory, is_local=True))
+        self._is_stored = stored is None or all(piece.spec.name in stored for piece in pieces)
+        return pieces if self._is_stored else []
+
+    def refresh(self) -> None:
+        """Bring the copies up to date, in place.
+
+        Raises:
+            LayoutError: there are other streams now.
+        """
+        now = self._export()
+        if now.keys() != self._memory.keys():
+            raise LayoutError(
+                f"random streams: {sorted(self._memory)} when training became elastic, "
+                f"{sorted(now)} now; expected the script to add its streams before that"
+            )
+        for name, state in now.items():
+            self._memory[name].copy_(state)
+
+    def keep(self) -> None:
+        """Remember what was imported into the copies, for `resume`."""
+        imported = {name: memory.clone() for name, memory in self._memory.items()}
+        self._pending = imported if self._is_stored else {}
+
+    def resume(self, reseed: Callable[[], None]) -> None:
+        """Set what was kept; right before the first step, and only after an import.
+
+        Building data loaders draws from the streams, which an uninterrupted run does not do here.
+
+        Args:
+            reseed: derives new streams where the snapshot had none for this place.
+        """
+        if self._pending:
+            self._load(self._pending)
+        elif self._pending is not None:
+            reseed()
+        self._pending = None
 
 
 class StreamTracker(Protocol):

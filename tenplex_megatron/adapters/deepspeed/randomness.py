@@ -21,9 +21,8 @@ from tenplex_megatron.adapters.streams import (
     import_process_streams,
     import_tracked_streams,
 )
-from tenplex_megatron.errors import LayoutError
 
-__all__ = ["export_streams", "import_streams", "refresh_streams", "reseed"]
+__all__ = ["export_streams", "import_streams", "reseed"]
 
 
 def export_streams() -> dict[str, torch.Tensor]:
@@ -40,23 +39,6 @@ def import_streams(stored: Mapping[str, torch.Tensor]) -> None:
     import_process_streams(stored)
     get_accelerator().set_rng_state(stored["device"])
     import_tracked_streams(get_cuda_rng_tracker(), stored)
-
-
-def refresh_streams(memory: Mapping[str, torch.Tensor]) -> None:
-    """Bring streams that were exported before up to date, in place.
-
-    Raises:
-        LayoutError: there are other streams now.
-    """
-    now = export_streams()
-    if now.keys() != memory.keys():
-        raise LayoutError(
-            f"random streams: {sorted(memory)} when the engine became elastic, {sorted(now)} now; "
-            "expected deepspeed.checkpointing.configure and all calls that add streams before "
-            "elastic(engine)"
-        )
-    for name, state in now.items():
-        memory[name].copy_(state)
 
 
 def reseed(step: int) -> None:

@@ -28,8 +28,8 @@ from tenplex_megatron.adapters.deepspeed.place import global_batch_size, place_o
 from tenplex_megatron.adapters.deepspeed.schedule import load_schedule, schedule_progress
 from tenplex_megatron.adapters.parts import pieces_of
 from tenplex_megatron.adapters.sampler import ElasticSampler
-from tenplex_megatron.core.region import Region
-from tenplex_megatron.core.tensors import Box, TensorSpec
+from tenplex_megatron.adapters.streams import CarriedStreams
+from tenplex_megatron.core.tensors import TensorSpec
 from tenplex_megatron.errors import LayoutError, UnsupportedLayoutError
 
 __all__ = ["DeepSpeedState", "bind_sampler"]
@@ -70,10 +70,7 @@ class DeepSpeedState(TrainingState):
         described = (*self._describe_trained(), *self._describe_untrained())
         self._needed = tuple(piece for _, piece in described)
         self._given = tuple(piece for counts, piece in described if counts)
-        self._random_memory: dict[str, torch.Tensor] = {}
-        self._random_is_stored = False
-        self._pending_streams: dict[str, torch.Tensor] | None = None
-        """Streams to set before the first step; empty: derive them; None: leave them alone."""
+        self._streams = CarriedStreams(randomness.export_streams, randomness.import_streams)
         bind_sampler(engine, sampler)
 
     @property
@@ -83,22 +80,14 @@ class DeepSpeedState(TrainingState):
 
     def pieces(self, stored: Mapping[str, TensorSpec] | None = None) -> tuple[Piece, ...]:
         """See `TrainingState.pieces`; buffers and random streams are copies, the rest is views."""
-        self._random_memory = randomness.export_streams()
-        streams = {f"random/{self._place}/{name}": name for name in self._random_memory}
-        self._random_is_stored = stored is None or all(name in stored for name in streams)
-        pieces = list(self._given if stored is None else self._needed)
-        if self._random_is_stored:
-            for full_name, name in streams.items():
-                memory = self._random_memory[name]
-                spec = TensorSpec(full_name, (memory.numel(),), "uint8")
-                box = Box(spec.name, Region.full(spec.shape))
-                pieces.append(Piece(spec, box, memory, is_local=True))
+        streams = self._streams.pieces(str(self._place), stored)
+        pieces = (*(self._given if stored is None else self._needed), *streams)
         return tuple(sorted(pieces, key=lambda piece: piece.box))
 
     def refresh(self) -> None:
         """See `TrainingState.refresh`."""
         self._model.buffers.refresh()
-        randomness.refresh_streams(self._random_memory)
+        self._streams.refresh()
 
     def _describe_trained(self) -> Iterator[tuple[bool, Piece]]:
         """Pieces of masters and their state, and whether their values count."""
@@ -172,21 +161,11 @@ class DeepSpeedState(TrainingState):
         """See `TrainingState.finish_import`; random streams follow with `resume_streams`."""
         self._masters.refresh()
         self._model.buffers.restore()
-        imported = {name: memory.clone() for name, memory in self._random_memory.items()}
-        self._pending_streams = imported if self._random_is_stored else {}
+        self._streams.keep()
 
     def resume_streams(self) -> None:
-        """Set the imported random streams; right before the first step, and only after an import.
-
-        Building data loaders draws from them, which an uninterrupted run does not do here.
-        """
-        if self._pending_streams is None:
-            return
-        if self._pending_streams:
-            randomness.import_streams(self._pending_streams)
-        else:
-            randomness.reseed(int(self._engine.global_steps))
-        self._pending_streams = None
+        """Set the imported random streams; right before the first step."""
+        self._streams.resume(lambda: randomness.reseed(int(self._engine.global_steps)))
 
 
 def bind_sampler(engine: Any, sampler: ElasticSampler | None) -> None:

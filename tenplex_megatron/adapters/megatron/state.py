@@ -19,8 +19,8 @@ from tenplex_megatron.adapters.megatron import optimizer as optimizers
 from tenplex_megatron.adapters.megatron import randomness
 from tenplex_megatron.adapters.megatron.model import ModelTensors, describe_model
 from tenplex_megatron.adapters.parts import pieces_of
-from tenplex_megatron.core.region import Region
-from tenplex_megatron.core.tensors import Box, TensorSpec
+from tenplex_megatron.adapters.streams import CarriedStreams
+from tenplex_megatron.core.tensors import TensorSpec
 from tenplex_megatron.errors import LayoutError, UnsupportedLayoutError
 
 __all__ = ["MegatronState"]
@@ -51,10 +51,7 @@ class MegatronState(TrainingState):
         self._optimizer = optimizer
         self._scheduler = scheduler
         self._args = args
-        self._random_names: dict[str, str] = {}
-        self._random_memory: dict[str, torch.Tensor] = {}
-        self._pending_streams: dict[str, torch.Tensor] | None = None
-        """Streams to set before the first step; empty: derive them; None: leave them alone."""
+        self._streams = CarriedStreams(randomness.export_streams, randomness.import_streams)
         self._order: Progress | None = None
         """Of the training samples; None until data was seen, or a snapshot that knows it."""
         self.step = 0
@@ -70,20 +67,13 @@ class MegatronState(TrainingState):
 
     def pieces(self, stored: Mapping[str, TensorSpec] | None = None) -> tuple[Piece, ...]:
         """See `TrainingState.pieces`; masters and moments are views, random streams are copies."""
-        self._capture_random()
-        streams = self._random_pieces()
-        if stored is not None:
-            wanted = {name for name in self._random_names.values() if name in stored}
-            streams = [piece for piece in streams if piece.box.tensor in wanted]
-            if len(wanted) < len(self._random_names):
-                streams = []
-                self._random_names = {}
+        place = randomness.coordinate_name(self._args.data_parallel_random_init)
+        streams = self._streams.pieces(place, stored)
         return tuple(sorted((*self._fixed, *streams), key=lambda piece: piece.box))
 
     def refresh(self) -> None:
         """See `TrainingState.refresh`."""
-        for name, state in randomness.export_streams().items():
-            self._random_memory[name].copy_(state)
+        self._streams.refresh()
 
     def _describe(self) -> Iterator[Piece]:
         parts = self._tensors.by_identity()
@@ -113,19 +103,6 @@ class MegatronState(TrainingState):
             for part in tensor_parts:
                 for piece in pieces_of("param", part, flat, 0, flat.numel()):
                     yield replace(piece, is_early=changes_early)
-
-    def _capture_random(self) -> None:
-        place = randomness.coordinate_name(self._args.data_parallel_random_init)
-        self._random_memory = randomness.export_streams()
-        self._random_names = {name: f"random/{place}/{name}" for name in self._random_memory}
-
-    def _random_pieces(self) -> list[Piece]:
-        pieces = []
-        for name, memory in self._random_memory.items():
-            spec = TensorSpec(self._random_names[name], (memory.numel(),), "uint8")
-            box = Box(spec.name, Region.full(spec.shape))
-            pieces.append(Piece(spec, box, memory, is_local=True))
-        return pieces
 
     def progress(self) -> Progress:
         """See `TrainingState.progress`."""
@@ -201,21 +178,14 @@ class MegatronState(TrainingState):
     def finish_import(self) -> None:
         """See `TrainingState.finish_import`; random streams follow with `resume_streams`."""
         optimizers.refresh_model(self._optimizer, self._model)
-        imported = {name: memory.clone() for name, memory in self._random_memory.items()}
-        self._pending_streams = imported if self._random_names else {}
+        self._streams.keep()
 
     def resume_streams(self) -> None:
-        """Set the imported random streams; right before the first step, and only after an import.
-
-        Building data loaders draws from them, which an uninterrupted run does not do here.
-        """
-        if self._pending_streams is None:
-            return
-        if self._pending_streams:
-            randomness.import_streams(self._pending_streams)
-        else:
-            randomness.reseed(self._args.seed, self.step, self._args.data_parallel_random_init)
-        self._pending_streams = None
+        """Set the imported random streams; right before the first step."""
+        args = self._args
+        self._streams.resume(
+            lambda: randomness.reseed(args.seed, self.step, args.data_parallel_random_init)
+        )
 
 
 def _metadata() -> dict[str, object]:

@@ -10,9 +10,9 @@ from deepspeed.runtime.activation_checkpointing.checkpointing import get_cuda_rn
 from tenplex_megatron.adapters.deepspeed.randomness import (
     export_streams,
     import_streams,
-    refresh_streams,
     reseed,
 )
+from tenplex_megatron.adapters.streams import CarriedStreams
 from tenplex_megatron.errors import LayoutError
 
 
@@ -89,11 +89,46 @@ def test_new_tracked_streams_follow_from_their_own_seed_and_the_step() -> None:
     assert draw_tracked("mine") == drawn[2, 3]
 
 
-def test_memory_follows_the_streams_and_streams_that_come_later_are_refused() -> None:
-    memory = export_streams()
+def test_copies_follow_the_streams_and_streams_that_come_later_are_refused() -> None:
+    carried = CarriedStreams(export_streams, import_streams)
+    copies = {piece.box.tensor: piece.flat for piece in carried.pieces("here", None)}
     draw()
-    refresh_streams(memory)
-    assert all(torch.equal(memory[name], state) for name, state in export_streams().items())
+    carried.refresh()
+    now = {f"random/here/{name}": state for name, state in export_streams().items()}
+    assert copies.keys() == now.keys()
+    assert all(torch.equal(copies[name], state) for name, state in now.items())
     get_cuda_rng_tracker().add("late", 7)
-    with pytest.raises(LayoutError, match=r"random streams: .* now; expected .* before elastic"):
-        refresh_streams(memory)
+    with pytest.raises(LayoutError, match=r"random streams: .*'tracker.late'.* now; expected"):
+        carried.refresh()
+
+
+def test_what_was_imported_is_set_once_before_the_first_step() -> None:
+    draw()
+    stored = export_streams()
+    expected = draw()
+    carried = CarriedStreams(export_streams, import_streams)
+    pieces = carried.pieces("here", None)
+    # Until something was imported nothing is touched.
+    carried.resume(pytest.fail)
+    for piece in carried.pieces("here", {piece.spec.name: piece.spec for piece in pieces}):
+        piece.flat.copy_(stored[piece.spec.name.removeprefix("random/here/")])
+    carried.keep()
+    draw()
+    carried.resume(pytest.fail)
+    assert draw() == expected
+    carried.resume(pytest.fail)
+    assert draw() != expected
+
+
+def test_streams_of_which_a_snapshot_lacks_one_are_derived() -> None:
+    carried = CarriedStreams(export_streams, import_streams)
+    first, *others = carried.pieces("here", None)
+    assert carried.pieces("here", {piece.spec.name: piece.spec for piece in others}) == []
+    carried.keep()
+    torch.manual_seed(2)
+    carried.resume(lambda: reseed(3))
+    found = draw()
+    torch.manual_seed(2)
+    reseed(3)
+    assert draw() == found
+    assert first.is_local
