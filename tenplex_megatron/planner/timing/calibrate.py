@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from scipy.optimize import least_squares
 
 from tenplex_megatron.errors import ConfigError
 from tenplex_megatron.planner.cluster import ClusterProfile
@@ -118,6 +117,8 @@ def calibrate(
 
     bounds = (low - start) / spreads, (high - start) / spreads
     inside = np.clip(np.zeros(len(start)), bounds[0] + _INSIDE, bounds[1] - _INSIDE)
+    from scipy.optimize import least_squares  # noqa: PLC0415 - 0.6 s of every start, and few fit
+
     return moved(least_squares(residuals, inside, bounds=bounds, max_nfev=_ROUNDS).x)
 
 
