@@ -9,6 +9,7 @@ near).
 """
 
 import argparse
+import functools
 import itertools
 import json
 import multiprocessing
@@ -17,7 +18,7 @@ import shutil
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
@@ -35,6 +36,7 @@ __all__ = ["PRELOAD", "Check", "Pair", "Report", "all_checks", "run_check"]
 type Pair = tuple[Job, Job]
 
 TIMEOUT_S = 600.0
+say = functools.partial(print, file=sys.stderr, flush=True)  # progress, apart from the result
 PRELOAD = (
     "deepspeed.runtime.engine",
     "deepspeed.runtime.pipe.engine",
@@ -84,11 +86,10 @@ def all_checks(*, quick: bool, compiled: bool = False) -> tuple[Check, ...]:
     DeepSpeed compiles its own optimizers at their first use, for minutes.
     """
     if compiled:
-        return (
-            Check("CPU Adam", _optimizer_pairs("cpu-adam", "adamw", "fp32")),
-            Check("CPU Adam bf16", _optimizer_pairs("cpu-adam", "adamw", "bf16"), 0.02, 1),
-            Check("fused Adam", _optimizer_pairs("fused-adam", "cpu-adam", "fp32")),
-            Check("fused Adam bf16", _optimizer_pairs("fused-adam", "adamw", "bf16"), 0.02, 1),
+        return tuple(
+            Check(f"{own} {precision}", _optimizer_pairs({own, other}, precision), *exactness)
+            for own, other in (("cpu-adam", "adamw"), ("fused-adam", "cpu-adam"))
+            for precision, exactness in (("fp32", ()), ("bf16", (0.02, 1)))
         )
     return (
         Check("ZeRO fp32", _zero_pairs("fp32", quick=quick)),
@@ -128,26 +129,21 @@ def _bf16_optimizer_pairs() -> tuple[Pair, ...]:
 
 
 def _torch_pairs(*, quick: bool) -> tuple[Pair, ...]:
-    """Each of torch's optimizers from every stage to every stage; quick: from one to one."""
-    stages = tuple(itertools.product(STAGES, STAGES))
-    return tuple(
-        (_zero(source, 2, optimizer=name), _zero(target, 3, optimizer=name))
-        for number, name in enumerate(OPTIMIZERS)
-        for source, target in (stages[5 * number % 16 :][:1] if quick else stages)
-    )
+    """Every optimizer of torch from every stage to every stage; quick: from one to one."""
+    every = [_optimizer_pairs({name}, "fp32") for name in OPTIMIZERS]
+    if quick:
+        every = [pairs[5 * number % len(pairs) :][:1] for number, pairs in enumerate(every)]
+    return tuple(itertools.chain.from_iterable(every))
 
 
-def _optimizer_pairs(one: str, other: str, precision: str) -> tuple[Pair, ...]:
-    """One optimizer on every stage, to every stage of itself and of another one."""
-    kinds = {name: {"precision": precision, "optimizer": name} for name in (one, other)}
-    return (
-        *(
-            (_zero(source, 2, **kinds[one]), _zero(target, 3, **kinds[one]))
-            for source, target in itertools.product(STAGES, STAGES)
-        ),
-        *((_zero(stage, 2, **kinds[one]), _zero(3 - stage, 1, **kinds[other])) for stage in STAGES),
-        *((_zero(stage, 2, **kinds[other]), _zero(3 - stage, 1, **kinds[one])) for stage in STAGES),
+def _optimizer_pairs(names: Collection[str], precision: str) -> tuple[Pair, ...]:
+    """Each of some optimizers from every stage to every stage of each."""
+    kinds = sorted(itertools.product(STAGES, names))
+    one, other = (
+        [_zero(stage, world, precision=precision, optimizer=name) for stage, name in kinds]
+        for world in (2, 3)
     )
+    return tuple(itertools.product(one, other))
 
 
 def _pipeline_pairs(*, quick: bool) -> tuple[Pair, ...]:
@@ -216,9 +212,7 @@ def run_check(check: Check, folder: Path) -> Report:
                 reason = f"losses differ by {difference:.2g}"
             if reason is not None:
                 failed[name_of(pair)] = reason
-        say(
-            f"{check.title}: {len(pairs)} imports into {world} ranks; {len(failed)} failures so far"
-        )
+        say(f"{check.title}: {len(pairs)} imports into {world} ranks, {len(failed)} failed")
     return Report(check, failed, largest, time.monotonic() - started)
 
 
@@ -260,11 +254,6 @@ def first_line(error: Exception) -> str:
     return str(error).partition("\n")[0]
 
 
-def say(text: str) -> None:
-    """One line of progress, apart from the result."""
-    print(text, file=sys.stderr, flush=True)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the checks in a folder of their own on tmpfs, and print."""
     parser = argparse.ArgumentParser(
@@ -280,7 +269,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--compiled", action="store_true", help="DeepSpeed's own optimizers instead; see below"
     )
     parser.add_argument("--json", action="store_true", help="one JSON object on the last line")
-    parser.add_argument("--only", metavar="TITLE", help="checks whose title holds this text")
+    parser.add_argument(
+        "--only", metavar="TITLE", default="", help="checks whose title holds this text"
+    )
     given = parser.parse_args(argv)
     os.environ.update(DS_ACCELERATOR="cpu", OMP_NUM_THREADS="1")
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
@@ -288,11 +279,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     forkserver.ensure_running()
     folder = Path(tempfile.mkdtemp(prefix="tenplex-check-", dir="/dev/shm"))
     try:
-        chosen = [
-            one
-            for one in all_checks(quick=given.quick, compiled=given.compiled)
-            if (given.only or "") in one.title
-        ]
+        every = all_checks(quick=given.quick, compiled=given.compiled)
+        chosen = [one for one in every if given.only in one.title]
         reports = [run_check(check, folder / check.title.replace(" ", "-")) for check in chosen]
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -215,6 +215,7 @@ class _Stage3(Masters):
 
     def groups(self) -> tuple[Group, ...]:
         optimizer = self._optimizer
+        _check_groups(self.base, max(optimizer.sub_group_to_group_id.values()) + 1)
         held: dict[int, tuple[list[torch.nn.Parameter], list[torch.Tensor]]] = {}
         for number, parameters in enumerate(optimizer.fp16_groups):
             mine = held.setdefault(optimizer.sub_group_to_group_id[number], ([], []))
@@ -253,6 +254,14 @@ class _Stage3(Masters):
         return self._optimizer.loss_scaler
 
 
+def _check_groups(base: torch.optim.Optimizer, number: int) -> None:
+    if len(base.param_groups) != number:
+        raise UnsupportedLayoutError(
+            f"DeepSpeed made {type(base).__name__} anew with {len(base.param_groups)} parameter "
+            f"group for {number}; under ZeRO give it one group"
+        )
+
+
 def _place_in(flat: torch.Tensor, parameter: torch.nn.Parameter) -> int:
     """How many elements of `flat` come before those of a parameter that is a view of it."""
     if parameter.untyped_storage().data_ptr() != flat.untyped_storage().data_ptr():
@@ -276,6 +285,7 @@ def _zip_groups(
     parameters: Sequence[Sequence[torch.nn.Parameter]],
     masters: Sequence[Sequence[torch.Tensor]],
 ) -> tuple[Group, ...]:
+    _check_groups(base, len(parameters))
     return tuple(
         Group(values, tuple(mine), tuple(theirs))
         for values, mine, theirs in zip(base.param_groups, parameters, masters, strict=True)

@@ -12,8 +12,15 @@ from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 from deepspeed.runtime.fp16.loss_scaler import DynamicLossScaler, LossScaleConfig
 
 from tenplex_megatron.adapters.deepspeed.fragments import Group, Masters
-from tenplex_megatron.adapters.groups import common_step, group_values, set_value
-from tenplex_megatron.adapters.parts import OwnedParameter, states_of
+from tenplex_megatron.adapters.groups import (
+    MOMENTS,
+    TORCH_OPTIMIZERS,
+    Kept,
+    common_numbers,
+    group_values,
+    set_value,
+)
+from tenplex_megatron.adapters.parts import OwnedParameter
 from tenplex_megatron.errors import LayoutError, UnsupportedLayoutError
 
 __all__ = ["load_optimizer_progress", "optimizer_progress", "owned_parameters", "prepare_state"]
@@ -23,16 +30,29 @@ type Keys = Mapping[int, str]
 
 _SCALE = ("cur_scale", "cur_iter", "last_overflow_iter", "cur_hysteresis")
 """What DeepSpeed's loss scalers count; the rest of them is configuration."""
+_KEPT = {DeepSpeedCPUAdam: Kept(MOMENTS), FusedAdam: Kept(MOMENTS), **TORCH_OPTIMIZERS}
+
+
+def _kept_by(base: torch.optim.Optimizer) -> Kept:
+    if type(base) not in _KEPT:
+        known = ", ".join(kind.__name__ for kind in TORCH_OPTIMIZERS)
+        raise UnsupportedLayoutError(
+            f"optimizer {type(base).__name__}: its state is not described; expected one of torch's "
+            f"that update every element by itself ({known}), or DeepSpeed's CPU or fused Adam; "
+            "save and load a checkpoint instead"
+        )
+    return _KEPT[type(base)]
 
 
 def prepare_state(masters: Masters) -> None:
-    """Give every master the state it would get in its first step, all zero.
+    """Give every master the state it would get in its first step, which stays as it would be.
 
     Optimizers create their state lazily; the memory must exist before it can be imported into.
 
     Raises:
         UnsupportedLayoutError: an optimizer whose state is not known before its first step.
     """
+    kept = _kept_by(masters.base)
     for group in masters.groups():
         for master in group.masters:
             if not master.is_contiguous():
@@ -42,52 +62,46 @@ def prepare_state(masters: Masters) -> None:
                     "deepspeed.initialize"
                 )
             state = masters.base.state[master]
-            for name, value in _fresh_state(masters.base, group, master).items():
+            fresh = _fresh_state(kept, masters.base, group, master)
+            if state and "started" in fresh:
+                fresh["started"].fill_(1.0)
+            for name, value in fresh.items():
                 state.setdefault(name, value)
+    kept.follow_first_step(masters.base)
 
 
-def _fresh_state(base: Any, group: Group, master: torch.Tensor) -> dict[str, torch.Tensor | int]:
-    values = group.values
-    moments = {name: torch.zeros_like(master) for name in ("exp_avg", "exp_avg_sq")}
+def _fresh_state(kept: Kept, base: Any, group: Group, master: torch.Tensor) -> dict[str, Any]:
+    fresh = kept.fresh_state(base, group.values, master)
+    if type(base) is DeepSpeedCPUAdam and base.fp32_optimizer_states:
+        fresh = {name: one.float() for name, one in fresh.items()}
     if type(base) in (DeepSpeedCPUAdam, FusedAdam):
-        if type(base) is DeepSpeedCPUAdam and base.fp32_optimizer_states:
-            moments = {name: moment.float() for name, moment in moments.items()}
-        return {"step": 0, **moments}
-    if type(base) in (torch.optim.Adam, torch.optim.AdamW):
-        if values["amsgrad"]:
-            moments["max_exp_avg_sq"] = torch.zeros_like(master)
-        on_device = values["capturable"] or values["fused"]
-        step = torch.zeros((), device=master.device if on_device else None)
-        return {"step": step, **moments}
-    if type(base) is torch.optim.SGD:
-        if values["momentum"] and values["dampening"]:
-            raise UnsupportedLayoutError(
-                "SGD with dampening: its first step is unlike later ones; set dampening to 0, or "
-                "save and load a checkpoint instead"
-            )
-        # The momentum starts as the first gradient: as zero plus that gradient.
-        return {"momentum_buffer": torch.zeros_like(master)} if values["momentum"] else {}
-    raise UnsupportedLayoutError(
-        f"optimizer {type(base).__name__}: its state is not known before its first step; expected "
-        "torch's Adam, AdamW or SGD, or DeepSpeed's CPU or fused Adam; save and load a checkpoint "
-        "instead"
-    )
+        fresh["step"] = 0
+    return fresh
 
 
 def owned_parameters(masters: Masters) -> Iterator[OwnedParameter]:
     """What this rank's optimizer owns; views of its memory."""
+    kept = _kept_by(masters.base)
+    names = {
+        id(master): kept.names(group.values)[0]
+        for group in masters.groups()
+        for master in group.masters
+    }
     for fragment in masters.fragments():
+        master, size = fragment.master, fragment.stop - fragment.start
+        state = masters.base.state[master]
         states = {
-            name: flat.narrow(0, fragment.offset, fragment.stop - fragment.start)
-            for name, flat in states_of(
-                fragment.master, masters.base.state[fragment.master]
-            ).items()
+            name: whole.detach().view(-1).narrow(0, fragment.offset, size)
+            for name, whole in {
+                "master": master,
+                **{name: state[name] for name in names[id(master)]},
+            }.items()
         }
         yield OwnedParameter(fragment.parameter, fragment.start, fragment.stop, states)
 
 
 def optimizer_progress(masters: Masters, keys: Keys) -> dict[str, Any]:
-    """Values of the parameter groups, the optimizer's step, and the loss scale.
+    """Values of the parameter groups, numbers of their parameters' state, and the loss scale.
 
     Groups are told apart by the parameters in them: a pipeline stage numbers only its own.
     """
@@ -96,10 +110,10 @@ def optimizer_progress(masters: Masters, keys: Keys) -> dict[str, Any]:
             {
                 "parameters": [keys[id(parameter)] for parameter in group.parameters],
                 "values": _values(group),
+                "numbers": _numbers(masters.base, group),
             }
             for group in masters.groups()
         ],
-        "step": _step(masters.base),
         "scale": _scale(masters.scaler),
     }
 
@@ -113,11 +127,13 @@ def _values(group: Group) -> dict[str, Any]:
     }
 
 
-def _step(base: torch.optim.Optimizer) -> float | None:
+def _numbers(base: torch.optim.Optimizer, group: Group) -> dict[str, float]:
+    """What the optimizer counts for every parameter of a group alike."""
+    states = [base.state[master] for master in group.masters]
     if type(base) is FusedAdam:
         # It counts in the last parameter of every group, and takes that for all.
-        return max((float(state["step"]) for state in base.state.values()), default=None)
-    return common_step(base)
+        return {"step": max(float(state["step"]) for state in states)}
+    return common_numbers(states, _kept_by(base).names(group.values)[1])
 
 
 def _scale(scaler: object) -> dict[str, Any] | None:
@@ -140,14 +156,14 @@ def load_optimizer_progress(
         progress: `optimizer_progress` of every rank of the snapshot.
 
     Raises:
-        LayoutError: ranks of the snapshot disagree, or a group mixes what was apart.
+        LayoutError: ranks of the snapshot disagree, a group mixes what was apart, or the optimizer
+            is another one.
     """
-    values = _values_by_key(progress)
+    stored = _groups_by_key(progress)
     for group in masters.groups():
-        _load_group(group, [values.get(keys[id(parameter)]) for parameter in group.parameters])
-    step = _agreed("step of the optimizer", [entry["step"] for entry in progress])
-    if step is not None:
-        _set_step(masters, step)
+        _load_group(
+            masters.base, group, [stored.get(keys[id(parameter)]) for parameter in group.parameters]
+        )
     scale = _agreed("loss scale", [entry["scale"] for entry in progress])
     if scale is not None and _scale(masters.scaler) is not None:
         vars(masters.scaler).update(
@@ -155,39 +171,48 @@ def load_optimizer_progress(
         )
 
 
-def _values_by_key(progress: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+def _groups_by_key(progress: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Values and numbers of the group of every parameter."""
     found: dict[str, dict[str, Any]] = {}
     for entry in progress:
         for group in entry["groups"]:
+            mine = {"values": group["values"], "numbers": group["numbers"]}
             for key in group["parameters"]:
-                if found.setdefault(key, group["values"]) != group["values"]:
+                if found.setdefault(key, mine) != mine:
                     raise LayoutError(
-                        f"{key}: its parameter group has the values {found[key]} on one rank and "
-                        f"{group['values']} on another"
+                        f"{key}: its parameter group has {found[key]} on one rank and {mine} on "
+                        "another"
                     )
     return found
 
 
-def _load_group(group: Group, stored: Sequence[dict[str, Any] | None]) -> None:
+def _load_group(
+    base: torch.optim.Optimizer, group: Group, stored: Sequence[dict[str, Any] | None]
+) -> None:
     if not stored:
         return
     first = stored[0]
     if first is None or any(other != first for other in stored):
         raise LayoutError(
             f"a parameter group of {len(stored)} parameters was not one group in the snapshot "
-            f"(values {first} and others); keep the optimizer's parameter groups as they were"
+            f"({first} and others); keep the optimizer's parameter groups as they were"
         )
-    for key, value in first.items():
+    for key, value in first["values"].items():
         if key in group.values:
             set_value(group.values, key, value)
-
-
-def _set_step(masters: Masters, step: float) -> None:
-    for state in masters.base.state.values():
-        if isinstance(state.get("step"), int):
-            state["step"] = int(step)
-        elif "step" in state:
-            set_value(state, "step", step)
+    missing = sorted(set(_kept_by(base).names(group.values)[1]) - first["numbers"].keys())
+    if missing:
+        raise LayoutError(
+            f"{type(base).__name__} needs {missing} of every parameter, the snapshot holds "
+            f"{sorted(first['numbers'])}; keep the optimizer as it was"
+        )
+    for master in group.masters:
+        state = base.state[master]
+        for key, value in first["numbers"].items():
+            if isinstance(state.get(key), int):
+                state[key] = int(value)
+            elif key in state:
+                set_value(state, key, value)
 
 
 def _agreed(what: str, stored: Sequence[Any]) -> Any:
