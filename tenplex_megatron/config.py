@@ -358,7 +358,8 @@ def _check_pattern(pattern: object) -> None:
     axes = re.findall(r"[A-Z]+", pattern) if isinstance(pattern, str) else []
     if not legal or len(set(axes)) != len(axes):
         raise ConfigError(
-            f"layouts: expected axes with sizes such as 'TP2,PP2' or 'TP1,PP1,DP3', got {pattern!r}"
+            "layouts: expected axes with sizes such as 'TP2,PP2', 'TP1,PP1,DP3' or, for DeepSpeed, "
+            f"'DP4,ZERO3' (ZERO0 to ZERO3), got {pattern!r}"
         )
 
 

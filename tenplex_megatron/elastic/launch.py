@@ -172,6 +172,8 @@ def _launch_config(
         config, _, _ = config_from_args(torchrun)
     except (ValueError, AssertionError) as error:
         raise ConfigError(str(error)) from error
+    if config.nproc_per_node < 1:
+        raise ConfigError(f"--nproc-per-node: expected a count from 1, got {config.nproc_per_node}")
     wait_s = _whole_seconds(policy)
     # Under six seconds of missed keep-alives a loaded machine splits the job in two.
     defaults = {

@@ -140,8 +140,9 @@ class SnapshotStore(TensorStore):
         if found != expected:
             raise StoreError(
                 f"{self.directory}: holds snapshots of job {found.job!r} ({found.identity}), "
-                f"expected job {self.job!r} ({self.identity}); give this job another name or "
-                "snapshot.directory, or remove the directory"
+                f"expected job {self.job!r} ({self.identity}): its flags, model, data or optimizer "
+                "were others; start it as before, give this job another name or "
+                "snapshot.directory, or remove the directory to lose them"
             )
         return self
 

@@ -24,12 +24,15 @@ CONFIG: dict[str, Any] = {
     "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}},
 }
 
+STILL: dict[str, Any] = {"type": "AdamW", "params": {"lr": 0.0, "torch_adam": True}}
+
 
 class Watcher(StepObserver):
     """An observer that imports nothing and leaves never."""
 
     def __init__(self, *, imports: bool = False) -> None:
         self.steps: list[int] = []
+        self.losses: list[float] = []
         self._imports = imports
         self._state: TrainingState
 
@@ -58,8 +61,9 @@ class Watcher(StepObserver):
     def on_step(
         self, step: int, losses: Mapping[str, float] | None, *, is_last: bool = False
     ) -> bool:
-        del losses, is_last
+        del is_last
         self._state.progress()
+        self.losses.append((losses or {})["loss"])
         self.steps.append(step)
         return False
 
@@ -167,6 +171,25 @@ def steps_of_named_model(rank: int) -> list[int]:
     DeepSpeedAdapter().install(watcher, ParallelLayout())
     train(elastic(build(Named(4, 2))), 3)
     return watcher.steps
+
+
+def losses_seen(rank: int) -> list[float]:
+    """The losses seen of three steps with equal data, whoever divides by the accumulation."""
+    prepare_rank(rank)
+    watcher = Watcher()
+    DeepSpeedAdapter().install(watcher, ParallelLayout())
+    engine = elastic(build(config=CONFIG | {"optimizer": STILL}))
+    parts = engine.gradient_accumulation_steps()
+    told: list[tuple[tuple[object, ...], dict[str, object], int]] = [
+        ((), {}, 1),
+        ((), {"scale_wrt_gas": False}, parts),
+        ((False, False), {}, parts),
+    ]
+    for words, named, divisor in told:
+        for _ in range(parts):
+            engine.backward(engine(torch.ones(3, 4)).sum() / divisor, *words, **named)
+            engine.step()
+    return watcher.losses
 
 
 def teacher_weights(rank: int, folder: Path, *, follows: bool, trains: bool) -> list[float]:

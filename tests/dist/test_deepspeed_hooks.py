@@ -12,6 +12,7 @@ from check_deepspeed import PRELOAD
 from tenplex_megatron.testing.spawn import run_ranks
 from tests.dist.deepspeed_scripts import (
     SCRIPTS,
+    losses_seen,
     partitioned,
     said_of,
     stages_built,
@@ -42,6 +43,12 @@ def test_what_would_be_lost_or_another_training_is_refused(name: str) -> None:
 
 def test_a_model_with_a_method_of_an_engines_name_is_seen() -> None:
     assert run_ranks(steps_of_named_model, 1, TIMEOUT_S) == [[1, 2, 3]]
+
+
+def test_the_loss_of_a_step_is_its_mean_whoever_divides_by_the_accumulation() -> None:
+    ((first, *others),) = run_ranks(losses_seen, 1, TIMEOUT_S)
+    assert first != 0
+    assert others == pytest.approx([first, first])
 
 
 @pytest.mark.parametrize("trains", [False, True], ids=["no optimizer", "an optimizer"])

@@ -146,7 +146,7 @@ def test_snapshots_of_another_training_are_left_alone(tenplex: Command) -> None:
     said = tenplex.run(policy={"layouts": ["TP1,PP2"]})
     mine = MegatronArguments().identity(FLAGS)
     assert f"{path}: holds snapshots of job 'bad' (another), expected job 'bad' ({mine})" in said
-    assert "give this job another name" in said
+    assert "start it as before, give this job another name" in said
     assert (path / "job.json").exists()
 
 

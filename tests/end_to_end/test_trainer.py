@@ -15,6 +15,7 @@ import pytest
 import yaml
 
 from tenplex_megatron.elastic.report import (
+    largest_difference,
     read_run,
     read_samples,
     summarise_changes,
@@ -134,6 +135,9 @@ def check_against(calm: Job, job: Job, *, left_at: tuple[int, ...] = ()) -> None
         assert set(found) == set(expected) - set(missing)
         for step, values in found.items():
             assert values == pytest.approx(expected[step], abs=2e-5), (name, step)
+    recorded, others = (read_run([one.run_dir]).losses for one in (calm, job))
+    assert set(recorded) == set(range(1, STEPS + 1))
+    assert largest_difference(recorded, others) <= 2e-5
     assert job.samples() == calm.samples()
     assert job.end() == pytest.approx(calm.end(), abs=2e-5)
     assert job.end()[0] == STEPS

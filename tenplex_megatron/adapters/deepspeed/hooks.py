@@ -5,7 +5,6 @@ pass every argument through.
 """
 
 import importlib
-import inspect
 import itertools
 import os
 from collections.abc import Callable, Iterator
@@ -150,9 +149,9 @@ class _Loop:
     def _backward(
         self, original: Callable[..., Any], loss: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
-        given = inspect.signature(original).bind(loss, *args, **kwargs).arguments
-        # Scripts that divide by the accumulation themselves say so.
-        is_scaled = not given.get("scale_wrt_gas", True)
+        # Scripts that divide by the accumulation themselves say so: backward(loss, retain_graph,
+        # scale_wrt_gas), whose decorator hides its signature.
+        is_scaled = not kwargs.get("scale_wrt_gas", args[1] if len(args) > 1 else True)
         parts = self._engine.gradient_accumulation_steps() if is_scaled else 1
         self._losses.append(loss.detach() * parts)
         return original(loss, *args, **kwargs)

@@ -47,8 +47,15 @@ def read_flags(parser: argparse.ArgumentParser, argv: Sequence[str]) -> argparse
     """The flags `parser` knows.
 
     Raises:
-        ConfigError: a value is of the wrong kind, or a count is below 1.
+        ConfigError: a value is of the wrong kind, or a count is below 1; the script is not
+            Megatron's.
     """
+    if any(token.startswith("--deepspeed") for token in argv):
+        raise ConfigError(
+            "the training script's flags are those of a DeepSpeed script (--deepspeed...), which "
+            "the policy has to say: framework: deepspeed; `tenplex plan` between two layouts and "
+            "`tenplex frontier` by flags are for Megatron alone"
+        )
     try:
         found, _ = parser.parse_known_args(list(argv))
     except argparse.ArgumentError as error:

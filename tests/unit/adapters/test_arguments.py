@@ -311,3 +311,8 @@ def test_a_zero_stage_in_a_layout_is_refused() -> None:
         ConfigError, match=r"ZERO3: ZERO is for DeepSpeed; .*-distributed-optimizer"
     ):
         appended("DP2,ZERO3")
+
+
+def test_flags_of_a_deepspeed_script_are_told_from_megatrons() -> None:
+    with pytest.raises(ConfigError, match="has to say: framework: deepspeed"):
+        MegatronArguments().strategy(["--deepspeed_config", "ds.json"])
