@@ -231,6 +231,6 @@ def test_what_is_wrong_ends_the_job_with_one_sentence(
 def test_the_lines_that_make_a_script_elastic_are_those_of_the_readme() -> None:
     (block,) = (part for part in README.split("```") if "ElasticSampler, elastic" in part)
     lines = [line.strip() for line in block.removeprefix("python").splitlines() if line.strip()]
-    assert len(lines) == 5
+    assert len(lines) == 12
     script = [line.strip() for line in SCRIPT.read_text().splitlines()]
     assert [line for line in lines if line not in script] == []
