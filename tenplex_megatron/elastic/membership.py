@@ -134,7 +134,12 @@ def decide(
             must_run=change.kind != "start" or source is not None,
         )
     except ConfigError as error:
-        raise ConfigError(f"{error} (after: {change.cause})") from None
+        kept = (
+            f"; the snapshot of step {source.version} is kept: start the job again under its name"
+            if source is not None
+            else ""
+        )
+        raise ConfigError(f"{error} (after: {change.cause}){kept}") from None
     layout = rules.job.layout(chosen.best.strategy)
     return NextGeneration(
         replace(ledger, layout=layout),

@@ -224,6 +224,8 @@ def test_a_world_too_small_is_said_with_the_failure_that_made_it_so() -> None:
     ledger = go(started(), planned(4), layouts=("TP2,PP2",)).ledger
     with pytest.raises(ConfigError, match=r"TP2,PP2,DP1 would fit 4 \(after: rank 1 died\)"):
         decide(ledger, FAILURE, reports(died("a", 1, 1)), small)
+    with pytest.raises(ConfigError, match=r"rank 1 died\); the snapshot of step 7 is kept"):
+        decide(ledger, FAILURE, reports(died("a", 1, 1), version=7), small)
 
 
 def test_the_last_device_can_be_lost() -> None:
