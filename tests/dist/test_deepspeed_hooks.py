@@ -1,13 +1,9 @@
 """Scripts build this generation's layout, whatever they say; what would be lost is refused."""
 
-import multiprocessing
-import os
-from collections.abc import Iterator
-from multiprocessing import forkserver
+from functools import partial
 from pathlib import Path
 
 import pytest
-from check_deepspeed import PRELOAD
 
 from tenplex_megatron.testing.spawn import run_ranks
 from tests.dist.deepspeed_scripts import (
@@ -23,16 +19,7 @@ from tests.dist.deepspeed_scripts import (
 TIMEOUT_S = 60
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm_fork_server() -> Iterator[None]:
-    """Ranks are forked from a process that has imported DeepSpeed; the server of others ends."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    server = forkserver._forkserver  # type: ignore[attr-defined]  # no public way to end it
-    server._stop()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    forkserver.ensure_running()
-    yield
-    server._stop()
+pytestmark = pytest.mark.usefixtures("deepspeed_fork_server")
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
@@ -56,13 +43,10 @@ def test_a_teacher_keeps_its_checkpoint_where_a_snapshot_follows(
     tmp_path: Path, *, trains: bool
 ) -> None:
     before, after = (
-        run_ranks(_teacher, 1, TIMEOUT_S, tmp_path, follows, trains) for follows in (False, True)
+        run_ranks(partial(teacher_weights, follows=follows, trains=trains), 1, TIMEOUT_S, tmp_path)
+        for follows in (False, True)
     )
     assert before == after
-
-
-def _teacher(rank: int, folder: Path, follows: bool, trains: bool) -> list[float]:
-    return teacher_weights(rank, folder, follows=follows, trains=trains)
 
 
 @pytest.mark.parametrize(("layout", "stages"), [("PP1,DP2", 1), ("PP2,DP1", 2)])

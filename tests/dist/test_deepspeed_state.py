@@ -1,16 +1,11 @@
 """The live state of a DeepSpeed engine goes from any stage and world to any other, bit for bit."""
 
 import itertools
-import multiprocessing
-import os
-from collections.abc import Iterator
 from dataclasses import replace
-from multiprocessing import forkserver
 from pathlib import Path
 
 import pytest
 from check_deepspeed import (
-    PRELOAD,
     Check,
     Report,
     all_checks,
@@ -38,16 +33,7 @@ QUICK = {check.title: check for check in all_checks(quick=True)}
 LONGER = ("ZeRO bf16", "ZeRO fp16")
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warm_fork_server() -> Iterator[None]:
-    """Ranks are forked from a process that has imported DeepSpeed; the server of others ends."""
-    os.environ["DS_ACCELERATOR"] = "cpu"
-    server = forkserver._forkserver  # type: ignore[attr-defined]  # no public way to end it
-    server._stop()
-    multiprocessing.get_context("forkserver").set_forkserver_preload(list(PRELOAD))
-    forkserver.ensure_running()
-    yield
-    server._stop()
+pytestmark = pytest.mark.usefixtures("deepspeed_fork_server")
 
 
 def zero(stage: int, world: int, **more: object) -> Job:
