@@ -11,7 +11,6 @@ import inspect
 import logging
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import deepspeed
@@ -106,7 +105,7 @@ class Builder:
             # DeepSpeed refuses two configurations.
             given["args"] = copy.copy(script)
             given["args"].deepspeed_config = None
-        config = read_config(source if isinstance(source, dict) else Path(source))
+        config = read_config(source)
         is_trained = given.get("optimizer") is not None or "optimizer" in config
         given["config"] = self._rewritten(config, is_trained=is_trained)
         try:
@@ -167,7 +166,7 @@ class Builder:
         source = values.pop("config") or values["config_dict_or_path"]
         stage = self._layout.zero_stage
         if source is not None:
-            config = read_config(source if isinstance(source, dict) else Path(source))
+            config = read_config(source)
             is_trained = all(name in config for name in _BATCHES)
             values["config_dict_or_path"] = self._rewritten(config, is_trained=is_trained)
         values["enabled"] = values["enabled"] and stage in {None, 3}
