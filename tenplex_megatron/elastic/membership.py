@@ -134,12 +134,7 @@ def decide(
             must_run=change.kind != "start" or source is not None,
         )
     except ConfigError as error:
-        kept = (
-            f"; the snapshot of step {source.version} is kept: start the job again under its name"
-            if source is not None
-            else ""
-        )
-        raise ConfigError(f"{error} (after: {change.cause}){kept}") from None
+        raise ConfigError(f"{error} (after: {change.cause}){_kept(source)}") from None
     layout = rules.job.layout(chosen.best.strategy)
     return NextGeneration(
         replace(ledger, layout=layout),
@@ -152,6 +147,12 @@ def decide(
         _why_not(rules.job, chosen),
         totals,
     )
+
+
+def _kept(source: Source | None) -> str:
+    if source is None:
+        return ""
+    return f"; the snapshot of step {source.version} is kept: start the job again under its name"
 
 
 def _why_not(job: Job, chosen: Choice) -> tuple[tuple[str, str], ...]:
